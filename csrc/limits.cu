@@ -1,0 +1,118 @@
+// limits.cu: what bounds a copy, and what the timers need.
+//
+//   empty             a launch and nothing else; also as a programmatic dependent launch
+//   contiguous_copy   the same bytes of K and V without a slot: one launch, 16 bytes a load, four loads in flight
+//   flush             reads a buffer larger than L2, so that no line of a copy stays there and none is left dirty
+//   clock_probe       one thread counts cycles against the global nanosecond timer, from tick edge to tick edge: the
+//                     SM clock at that moment, and a stretch of time in which the host can fill the queue
+#include <cuda_runtime.h>
+
+#include "launch.h"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kInFlight = 4;
+constexpr int kTile = kThreads * kInFlight;
+
+template <bool kDependent>
+__global__ void empty_kernel() {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kDependent) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+#endif
+}
+
+__device__ void copy_tile(uint4* to, const uint4* from, int64_t vectors, int64_t tile) {
+  uint4 held[kInFlight];
+  const int64_t first = tile * kTile + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j)
+    if (first + j * kThreads < vectors) held[j] = __ldcg(from + first + j * kThreads);
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j)
+    if (first + j * kThreads < vectors) to[first + j * kThreads] = held[j];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    contiguous_copy_kernel(uint4* key_to, const uint4* key_from, int64_t key_vectors, uint4* value_to,
+                           const uint4* value_from, int64_t value_vectors, int64_t key_tiles) {
+  if (blockIdx.x < key_tiles)
+    copy_tile(key_to, key_from, key_vectors, blockIdx.x);
+  else
+    copy_tile(value_to, value_from, value_vectors, blockIdx.x - key_tiles);
+}
+
+__global__ void __launch_bounds__(kThreads) flush_kernel(const uint4* buffer, int64_t vectors, uint32_t* sink) {
+  uint32_t seen = 0;
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += stride) {
+    const uint4 v = __ldcg(buffer + i);
+    seen |= v.x | v.y | v.z | v.w;
+  }
+  if (seen) *sink = seen;  // the buffer holds zeros: never taken, but the compiler cannot know
+}
+
+__device__ __forceinline__ int64_t global_nanoseconds() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+__global__ void clock_probe_kernel(int64_t nanoseconds, int64_t* cycles_and_nanoseconds) {
+  const int64_t entered = global_nanoseconds();
+  int64_t begin = entered;
+  while (begin == entered) begin = global_nanoseconds();
+  const int64_t begin_cycles = clock64();
+  int64_t end = begin;
+  while (end - begin < nanoseconds) end = global_nanoseconds();
+  cycles_and_nanoseconds[0] = clock64() - begin_cycles;
+  cycles_and_nanoseconds[1] = end - begin;
+}
+
+int64_t tiles(int64_t bytes) { return (bytes / 16 + kTile - 1) / kTile; }
+
+}  // namespace
+
+extern "C" {
+
+int kvnb_empty_cuda(bool dependent, void* stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(1);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return dependent ? cudaLaunchKernelEx(&config, empty_kernel<true>) : cudaLaunchKernelEx(&config, empty_kernel<false>);
+}
+
+int kvnb_contiguous_copy_cuda(char* key_to, const char* key_from, int64_t key_bytes, char* value_to,
+                              const char* value_from, int64_t value_bytes, void* stream) {
+  const int64_t key_tiles = tiles(key_bytes);
+  contiguous_copy_kernel<<<static_cast<unsigned>(key_tiles + tiles(value_bytes)), kThreads, 0,
+                           static_cast<cudaStream_t>(stream)>>>(
+      reinterpret_cast<uint4*>(key_to), reinterpret_cast<const uint4*>(key_from), key_bytes / 16,
+      reinterpret_cast<uint4*>(value_to), reinterpret_cast<const uint4*>(value_from), value_bytes / 16, key_tiles);
+  return cudaGetLastError();
+}
+
+int kvnb_flush_cuda(const void* buffer, int64_t bytes, void* sink, void* stream) {
+  const int64_t vectors = bytes / 16;
+  const int64_t blocks = (vectors + kThreads * 16 - 1) / (kThreads * 16);
+  flush_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const uint4*>(buffer), vectors, static_cast<uint32_t*>(sink));
+  return cudaGetLastError();
+}
+
+int kvnb_clock_probe_cuda(int64_t nanoseconds, int64_t* cycles_and_nanoseconds, void* stream) {
+  clock_probe_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(nanoseconds, cycles_and_nanoseconds);
+  return cudaGetLastError();
+}
+
+const char* kvnb_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+}

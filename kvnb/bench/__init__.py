@@ -1,0 +1,1 @@
+"""Checking, timing, statistics, run files and the run itself."""

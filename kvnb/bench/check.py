@@ -1,0 +1,156 @@
+"""The gate: a copy is timed only after it wrote the right bits, and nothing else, into whole poisoned caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvnb.copies import limits
+from kvnb.copies.base import Copy
+from kvnb.problem import inputs as inputs_of
+from kvnb.problem.case import Case
+from kvnb.problem.inputs import Inputs
+from kvnb.problem.slots import KEEPS_NEGATIVE
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Call = tuple[Tensor, Tensor, Tensor]  # key, value, slot_mapping
+
+
+class WrongCopy(AssertionError):
+    """A copy wrote something else than it should; the message names the first wrong row."""
+
+
+def bits(t: Tensor) -> Tensor:
+    """A tensor as integers of its element size: NaNs and signed zeros compare by their bits."""
+    return t.view(BITS[t.element_size()])
+
+
+def check(copy: Copy, case: Case, device: str | torch.device = "cpu", policy: str | None = None) -> None:
+    """Run `copy` on `case` and compare the whole caches with the reference, bit for bit, after each of three calls:
+    the case's own; other sources and slots; a slot_mapping that is a third shorter than key.
+
+    Raises WrongCopy naming the first wrong row, ValueError where the copy does not support the case.
+    """
+    policy = policy or copy.policies[0]
+    reason = copy.reason_against(case, policy, "wall", torch.device(device).type)
+    if reason:
+        raise ValueError(f"{copy.name} cannot be checked here: {reason}")
+    inputs = inputs_of.make(case, device, policy=policy, source_sets=2, slot_count=3)
+    expected = Expectation(inputs)
+    step = copy.bind(inputs)
+    shorter = inputs.slots[2][: case.num_tokens - case.num_tokens // 3]
+    calls = zip((0, 1, 0), (inputs.slots[0], inputs.slots[1], shorter), strict=True)
+    for number, (source, slot_mapping) in enumerate(calls):
+        key, value = inputs.keys[source], inputs.values[source]
+        step(slot_mapping)(key, value)
+        expected.apply([(key, value, slot_mapping)])
+        try:
+            expected.compare(copy, call_number=number)
+        except WrongCopy as wrong:
+            raise WrongCopy(f"{copy.name}: {wrong} ({case}, policy {policy})") from None
+
+
+class Expectation:
+    """The caches as they must be, beside the caches as they are; both poisoned at first."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.storage, self.key_cache, self.value_cache = inputs_of.make_caches(inputs.case, inputs.device)
+        self.calls: list[Call] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Poison what is expected, and forget the calls."""
+        inputs_of.poison(self.storage)
+        self.calls = []
+        self.reset_caches()
+
+    def reset_caches(self) -> None:
+        """Poison the caches themselves; what is expected stays, so that several copies can be held against it."""
+        inputs_of.poison(self.inputs.storage)
+
+    def apply(self, calls: Iterable[Call]) -> None:
+        """Write what `calls` must write, one after another; rows of padding are left to `compare`."""
+        for key, value, slot_mapping in calls:
+            self.calls = [(key, value, slot_mapping)]
+            real = self._real(slot_mapping)
+            slots = slot_mapping[real].long()
+            block, offset = slots // self.inputs.case.block_size, slots % self.inputs.case.block_size
+            for cache, rows in ((self.key_cache, key), (self.value_cache, value)):
+                bits(cache)[block, offset] = bits(rows)[: len(slot_mapping)][real]
+
+    def _exempt(self) -> int:
+        """How many slots at the cache's beginning may take padding: those of the policy's null slots."""
+        case, policy = self.inputs.case, self.inputs.policy
+        if not case.padded_tokens:
+            return 0
+        return {"null_slot": 1, "remap": 1, "null_block": case.block_size, "null_blocks": case.null_blocks * case.block_size}.get(policy, 0)
+
+    def _real(self, slot_mapping: Tensor) -> Tensor:
+        return slot_mapping >= (0 if self.inputs.policy in KEEPS_NEGATIVE else self._exempt())
+
+    def compare(self, copy: Copy | None = None, call_number: int = 0) -> None:
+        """Raise WrongCopy unless the caches hold what they must, every byte. Null slots may hold padded rows, any mix."""
+        inputs = self.inputs
+        if copy is not None and copy.family == "limit":
+            return self._compare_regions(copy)
+        self._take_padding()
+        if all(_same_bits(mine, real) for mine, real in zip(self.storage, inputs.storage, strict=True)):
+            return None
+        raise WrongCopy(self._first_wrong_row(call_number))
+
+    def _take_padding(self) -> None:
+        """Where padding may have gone, accept an element that some padded row holds, and expect it from here on."""
+        inputs, case = self.inputs, self.inputs.case
+        slots = list(range(self._exempt()))
+        if inputs.policy == "last_slot" and case.padded_tokens:
+            slots = [case.num_slots - 1]
+        for slot in slots:
+            block, offset = divmod(slot, case.block_size)
+            for mine, real, which in ((self.key_cache, inputs.key_cache, 0), (self.value_cache, inputs.value_cache, 1)):
+                row = bits(real)[block, offset]
+                known = bits(mine)[block, offset] == row
+                for call in self.calls:
+                    padded = ~self._real(call[2])
+                    known = known | (bits(call[which])[: len(padded)][padded] == row).any(0)
+                bits(mine)[block, offset] = torch.where(known, row, bits(mine)[block, offset])
+
+    def _compare_regions(self, copy: Copy) -> None:
+        if not copy.name.startswith("limit.copy"):
+            return
+        for cut, which in zip(limits.regions(self.inputs), (0, 1), strict=True):
+            last = limits.contiguous_bytes(self.calls[-1][which])
+            if not (cut == last).all(1).any():
+                raise WrongCopy(f"{copy.name}: no region of the {'key' if which == 0 else 'value'} storage holds the last call's rows")
+
+    def _first_wrong_row(self, call_number: int) -> str:
+        inputs, case = self.inputs, self.inputs.case
+        pairs = (("key_cache", self.key_cache, inputs.key_cache), ("value_cache", self.value_cache, inputs.value_cache))
+        for name, mine, real in pairs:
+            wrong = (bits(mine) != bits(real)).any(-1)
+            if not wrong.any():
+                continue
+            block, offset, head = (int(i) for i in wrong.nonzero()[0])
+            slot = block * case.block_size + offset
+            rows = int(wrong.sum())
+            where = f"{name} slot {slot} (block {block}, offset {offset}) head {head}"
+            return f"call {call_number}: {where} {self._should(slot, mine, real, (block, offset, head))}; {rows} rows of {name} are wrong"
+        return f"call {call_number}: bytes outside every row were changed"
+
+    def _should(self, slot: int, mine: Tensor, real: Tensor, at: tuple[int, int, int]) -> str:
+        key, value, slot_mapping = self.calls[-1]
+        token = (slot_mapping == slot).nonzero()
+        source = key if mine is self.key_cache else value
+        if not len(token):
+            return "should be untouched, but was written"
+        untouched = int((bits(real)[at] != bits(mine)[at]).sum())
+        return f"should hold token {int(token[0])}, but {untouched} of its {source.shape[-1]} elements differ"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two flat storages hold the same bytes, compared eight at a time."""
+    words = inputs_of.as_words(a), inputs_of.as_words(b)
+    tail = len(words[0]) * 8 // a.element_size()
+    return torch.equal(*words) and torch.equal(bits(a[tail:]), bits(b[tail:]))

@@ -1,0 +1,180 @@
+"""From samples to numbers: medians, intervals, speedups, the noise floor and verdicts.
+
+The unit of replication is a round of a worker: its median. Intervals are 95 % percentile intervals of a seeded
+bootstrap that draws workers, then rounds within each, with replacement (hierarchical bootstrap; for why samples of one
+burst are not independent see Kalibera & Jones, "Rigorous benchmarking in reasonable time", ISMM 2013).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+
+from kvnb.problem.case import CASE_FIELDS, Case
+
+RESAMPLES = 1000
+SEED = 4698
+LEAST_MARGIN = 0.02  # a difference of 2 % is not worth a verdict
+WIDEST_SAME = 0.10  # where the margin is wider, nothing is called SAME: the noise hides it
+LIMIT_BYTES = 32_000_000  # percent of limit.copy is quoted from here on
+LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict below this many times an empty event pair
+NOISE = ("kvnb.again", "kvnb")  # one copy measured under two names
+PLACE = ["run_id", "grid", *CASE_FIELDS, "regime", "part", "timer", "state"]  # what two copies must share to be compared
+CELL = [*PLACE, "copy", "family", "policy"]
+VERDICTS = ("FASTER", "SLOWER", "SAME", "UNDECIDED")
+
+
+def regime_of(num_tokens: int) -> str:
+    return Case(num_tokens, 1, 1, cache_bytes=1 << 40).regime
+
+
+@lru_cache(maxsize=64)
+def _draws(rounds: tuple[int, ...]) -> np.ndarray:
+    """Bootstrap draws `[RESAMPLES, workers * most rounds]`: positions in a flat array of workers' rounds, one behind another."""
+    rng = np.random.default_rng(SEED)
+    counts, starts = np.array(rounds), np.cumsum([0, *rounds[:-1]])
+    workers = rng.integers(0, len(rounds), (RESAMPLES, len(rounds)))
+    within = rng.random((RESAMPLES, len(rounds), counts.max()))
+    picked = (within * counts[workers][..., None]).astype(int) + starts[workers][..., None]
+    return picked.reshape(RESAMPLES, -1)
+
+
+def median_interval(by_round: pd.Series) -> tuple[float, float, float]:
+    """Median and its 95 % interval (median, low, high); `by_round` is indexed by (worker, round)."""
+    rounds = tuple(by_round.groupby(level="worker", sort=True).size())
+    values = by_round.sort_index().to_numpy()
+    medians = np.median(values[_draws(rounds)], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)
+
+
+def _with_regime(samples: pd.DataFrame) -> pd.DataFrame:
+    if "regime" in samples:
+        return samples
+    regimes = {tokens: regime_of(tokens) for tokens in samples["num_tokens"].unique()}
+    return samples.assign(regime=samples["num_tokens"].map(regimes))
+
+
+def by_round(samples: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds of every round: CELL, worker, round, seconds; only cells whose every row is ok."""
+    samples = _with_regime(samples)
+    bad = samples.loc[samples["status"] != "ok", CELL].drop_duplicates()
+    if len(bad):
+        samples = samples.merge(bad.assign(bad=True), on=CELL, how="left")
+        samples = samples[samples["bad"].isna()]
+    return samples.groupby([*CELL, "worker", "round"], sort=False, observed=True)["seconds"].median().reset_index()
+
+
+def cells(samples: pd.DataFrame) -> pd.DataFrame:
+    """One row per cell of a run: CELL, status, reason, n, seconds, low, high (s), gbps, limit_percent, bytes_moved,
+    launches, calls, graphs, sm_clock_mhz (median) and throttled (share of samples).
+
+    A cell with any row that is not ok has no time, and keeps its status and reason.
+    """
+    samples = _with_regime(samples)
+    firsts = {name: "first" for name in ("bytes_moved", "launches", "calls", "graphs")}
+    grouped = samples.assign(throttled=samples["throttled"].fillna("") != "").groupby(CELL, sort=False, observed=True)
+    table = grouped.agg({"seconds": "count", "sm_clock_mhz": "median", "throttled": "mean", **firsts}).rename(columns={"seconds": "n"})
+    bad = samples[samples["status"] != "ok"].drop_duplicates(CELL).set_index(CELL)[["status", "reason"]]
+    table = table.join(bad).fillna({"status": "ok", "reason": ""})
+    times = {key: median_interval(rows.set_index(["worker", "round"])["seconds"]) for key, rows in by_round(samples).groupby(CELL, sort=False)}
+    columns = pd.DataFrame.from_dict(times, orient="index", columns=["seconds", "low", "high"])
+    columns.index = pd.MultiIndex.from_tuples(columns.index, names=CELL) if len(columns) else table.index[:0]
+    table = table.join(columns).reset_index()
+    table["gbps"] = table["bytes_moved"] / table["seconds"] / 1e9
+    return table.assign(limit_percent=_limit_percent(table))
+
+
+def _limit_percent(table: pd.DataFrame) -> pd.Series:
+    """100 x the faster limit.copy of the same place / the cell's time; NaN below LIMIT_BYTES and without a limit."""
+    limits = table[table["copy"].str.startswith("limit.copy")].groupby(PLACE)["seconds"].min().rename("limit")
+    percent = 100 * table.join(limits, on=PLACE)["limit"] / table["seconds"]
+    return percent.where((table["bytes_moved"] >= LIMIT_BYTES) & (table["part"] == "write"))
+
+
+def noise_floor(samples: pd.DataFrame) -> pd.DataFrame:
+    """timer, state, floor: how far from 1 the speedup of a copy over itself can be told, as a share.
+
+    In nine of ten cells the far end of that interval lies nearer to 1 than the floor.
+    """
+    same = _speedups(by_round(samples), *NOISE)
+    far = np.maximum(same["high"] - 1, 1 - same["low"])
+    return far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor").reset_index()
+
+
+def _speedups(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+    """PLACE, speedup, low, high of copy `a` over copy `b`, wherever both were timed."""
+    keys = [*PLACE, "worker", "round"]
+    pair = rounds[rounds["copy"] == a].merge(rounds[rounds["copy"] == b], on=keys, suffixes=("_a", "_b"))
+    for side, name in (("_a", a), ("_b", b)):
+        if pair.duplicated(keys).any() and pair["policy" + side].nunique() > 1:
+            raise ValueError(f"{name} was measured under several policies: select one before comparing")
+    pair["ratio"] = pair["seconds_b"] / pair["seconds_a"]
+    rows = [(*key, *median_interval(group.set_index(["worker", "round"])["ratio"])) for key, group in pair.groupby(PLACE, sort=False)]
+    return pd.DataFrame(rows, columns=[*PLACE, "speedup", "low", "high"])
+
+
+def compare(samples: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+    """Speedup of copy `a` over copy `b` (time of b / time of a: 2.1 means a is 2.1 times as fast), a row per matching cell.
+
+    Columns: PLACE, a, b, speedup, low, high, margin, verdict (about a), reason. Raises ValueError for a copy that the
+    run does not hold, and where a copy was measured under several policies.
+    """
+    held = samples["copy"].unique()
+    for name in (a, b):
+        if name not in held:
+            raise ValueError(f"copy {name!r} is not in this run; it holds {', '.join(sorted(held))}")
+    table = _speedups(by_round(samples), a, b).assign(a=a, b=b)
+    floors = noise_floor(samples).set_index(["timer", "state"])["floor"]
+    table["margin"] = table.join(floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
+    table["verdict"] = [verdict(*row) for row in table[["low", "high", "margin"]].itertuples(index=False)]
+    table["reason"] = [reason_for(*row) for row in table[["verdict", "low", "high", "margin"]].itertuples(index=False)]
+    return _withhold_short_calls(table, samples)
+
+
+def verdict(low: float, high: float, margin: float) -> str:
+    """FASTER or SLOWER when the whole interval clears the margin, SAME when it lies inside (a margin of at most
+    WIDEST_SAME), else UNDECIDED."""
+    if low > 1 + margin:
+        return "FASTER"
+    if high < 1 / (1 + margin):
+        return "SLOWER"
+    inside = 1 / (1 + margin) <= low and high <= 1 + margin
+    return "SAME" if inside and margin <= WIDEST_SAME else "UNDECIDED"
+
+
+def reason_for(word: str, low: float, high: float, margin: float) -> str:
+    if margin > WIDEST_SAME and word == "UNDECIDED":
+        return f"[{low:.3f}, {high:.3f}] is lost in a noise floor of {margin:.0%}"
+    where = {"FASTER": "above", "SLOWER": "below", "SAME": "inside", "UNDECIDED": "across the edge of"}[word]
+    return f"[{low:.3f}, {high:.3f}] lies {where} 1 +- {margin:.1%}"
+
+
+def _withhold_short_calls(table: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """Timer `call` cannot judge cells that last less than LEAST_EVENT_PAIRS empty event pairs."""
+    if not (table["timer"] == "call").any():
+        return table
+    timed = by_round(samples[samples["timer"] == "call"])
+    pair = timed.loc[timed["copy"] == "limit.event", "seconds"].median()
+    shortest = timed[timed["copy"].isin([table["a"].iloc[0], table["b"].iloc[0]])].groupby(PLACE)["seconds"].median()
+    lasts = table.join(shortest.rename("lasts"), on=PLACE)["lasts"]
+    short = (table["timer"] == "call") & ~(lasts >= LEAST_EVENT_PAIRS * pair)
+    table.loc[short, "verdict"] = "UNDECIDED"
+    table.loc[short, "reason"] = f"shorter than {LEAST_EVENT_PAIRS} empty event pairs ({pair * 1e6:.2f} us each)"
+    return table
+
+
+def summarise(comparison: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Geometric means of speedups per group of `by`: speedup, low, high, smallest, largest, cells, verdict.
+
+    low and high are the geometric means of the cells' interval ends (the cells' errors need not be independent, so
+    nothing is gained from their number); the verdict follows from them and the group's largest margin.
+    """
+    rows = []
+    for key, group in comparison.groupby(by, sort=False, observed=True):
+        mean = {name: float(np.exp(np.log(group[name]).mean())) for name in ("speedup", "low", "high")}
+        ends = {"smallest": group["speedup"].min(), "largest": group["speedup"].max(), "cells": len(group)}
+        rows.append({**dict(zip(by, key)), **mean, **ends, "verdict": verdict(mean["low"], mean["high"], group["margin"].max())})
+    return pd.DataFrame(rows, columns=[*by, "speedup", "low", "high", "smallest", "largest", "cells", "verdict"])

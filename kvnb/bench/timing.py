@@ -1,0 +1,592 @@
+"""How a call is timed: timers, states, and the loop that visits a case's copies in a new random order every round.
+
+Timers (each sample is the time of one call):
+  graph   a CUDA graph of K calls, elapsed / K; under 10 us the slope between a graph of K and one of 2 K calls, so that
+          what a replay costs by itself cancels out
+  call    one call between two events, the queue kept full so that no host time lies between them
+  host    time for the Python call to return, nothing waited for
+  eager   N calls and one synchronise, / N: dispatch and guards included
+  wall    the same on a CPU
+
+States (what the caches hold before a call; sized by the bytes a call touches, not by tensor sizes):
+  produced  K and V in L2, as the kernel that made them leaves them; slots rotate over 3 x L2 and more
+  cold      sources rotate over 3 x L2 and more, too
+  resident  the same call again; only where all it touches fits in a quarter of L2
+
+Slots rotate without larger graphs: a graph reads its slot sets from fixed buffers, and the next sets are copied into
+those before every replay. Timer `call` reaches its states by reading a buffer of 2 x L2 (a flush by writing would
+leave dirty lines whose write-back the copy would pay for), and, for `produced`, writing the sources anew.
+
+Everything that touches a clock or a GPU goes through a Bench, so that tests run the same loop on a fake one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvnb import build, machine
+from kvnb.bench.check import Expectation, WrongCopy
+from kvnb.copies.base import Copy
+from kvnb.copies.torch_compile import graphs_made
+from kvnb.problem import inputs as inputs_of
+from kvnb.problem import slots as slot_sets
+from kvnb.problem.case import Case
+
+STATES = ("produced", "cold", "resident")
+ROTATION = 3  # slots and sources rotate over this many times the L2
+RESIDENT_SHARE = 4  # resident: everything in a 1/4 of L2
+GRAPH_BYTES = 10  # a graph moves this many times the L2 where LEAST_CALLS and MOST_CALLS allow
+LEAST_CALLS, MOST_CALLS = 4, 128  # calls in a graph
+MOST_SETS = 512  # source sets of state cold
+BATCH_CALLS = 64  # calls behind a sample of host, well below the depth of the launch queue, and slot sets of eager
+BATCH_SECONDS = 2e-3  # least length of a sample of eager and wall
+MOST_BATCH_SECONDS = 0.25  # length beyond which a batch gets fewer calls
+SLOPE_BELOW = 10e-6  # s per call under which timer graph takes the slope
+SAMPLES = 3  # samples per visit,
+LONG_SECONDS = 10e-3  # and 1 where a sample lasts longer than this
+FILL_NS, PROBE_NS = 300_000, 50_000  # clock probes: while the host fills the queue; after the batch
+SETTLED, SETTLE_SECONDS = 0.99, 2.0  # preamble: until the clock is within 1 % of the best, at most so long
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to time in a case."""
+
+    copy: Copy
+    policy: str
+    part: str
+    timer: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a cell's calls rotate: calls per sample, source sets, and slot sets (`fills` buffers of `rows` sets each)."""
+
+    calls: int
+    sources: int
+    rows: int
+    fills: int
+
+
+class Bench(Protocol):
+    """The clock and the GPU (or CPU) that timers use. Events, probes and graphs are opaque to them."""
+
+    device: torch.device
+    cache_bytes: int
+
+    def capture(self, calls: Sequence[Callable[[], object]]) -> Graph: ...
+    def mark(self) -> object: ...
+    def seconds_between(self, first: object, second: object) -> float: ...
+    def probe(self, nanoseconds: int) -> object: ...
+    def clock_mhz(self, probe: object) -> float: ...
+    def settle(self) -> None: ...
+    def flush(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def now(self) -> float: ...
+    def throttled(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured graph: `replay()` and how many nodes (kernels, copies, fills) it holds."""
+
+    replay: Callable[[], None]
+    nodes: int
+
+
+class Gpu:
+    """Bench of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+        self.cache_bytes = machine.cache_bytes(device)
+        self.best_mhz = 0.0
+        self._ops = build.load_for("cuda")
+        self._side = torch.cuda.Stream(device)
+        self._flushed = torch.zeros(2 * self.cache_bytes // 16 * 16, dtype=torch.uint8, device=device)
+        self._sink = torch.zeros(4, dtype=torch.uint8, device=device)
+
+    def capture(self, calls: Sequence[Callable[[], object]]) -> Graph:
+        """A graph of `calls`, one after another. Not torch.cuda.graph(): that collects garbage and empties the allocator."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self.synchronize()
+        with torch.cuda.stream(self._side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        nodes = _nodes(graph.raw_cuda_graph())
+        graph.instantiate()
+        return Graph(graph.replay, nodes)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        return first.elapsed_time(second) / 1e3
+
+    def probe(self, nanoseconds: int) -> torch.Tensor:
+        out = torch.empty(2, dtype=torch.int64, device=self.device)
+        self._ops.clock_probe(out, nanoseconds)
+        return out
+
+    def clock_mhz(self, probe: torch.Tensor) -> float:
+        cycles, nanoseconds = probe.tolist()
+        mhz = 1e3 * cycles / nanoseconds
+        self.best_mhz = max(self.best_mhz, mhz)
+        return mhz
+
+    def settle(self) -> None:
+        """Keep the GPU busy until its clock is within 1 % of the best that this process has seen."""
+        deadline = self.now() + SETTLE_SECONDS
+        mhz = 0.0
+        while mhz < SETTLED * max(self.best_mhz, 1.0) and self.now() < deadline:
+            for _ in range(50):
+                self.flush()
+            mhz = self.clock_mhz(self.probe(PROBE_NS))
+
+    def flush(self) -> None:
+        self._ops.flush(self._flushed, self._sink)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def throttled(self) -> str | None:
+        return machine.throttled(self.device)
+
+
+def _nodes(raw_graph: int) -> int:
+    from cuda.bindings import runtime
+
+    error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(init_value=raw_graph))[:3]
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"cudaGraphGetNodes failed: {error.name}")
+    return count
+
+
+class Cpu:
+    """Bench of the CPU: timer wall only."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.cache_bytes = machine.cache_bytes(self.device)
+
+    def settle(self) -> None:
+        """Nothing to do: the first batch of every cell is a warm-up."""
+
+    def synchronize(self) -> None:
+        """A CPU call is over when it returns."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def throttled(self) -> None:
+        return None
+
+
+def plan(case: Case, timer: str, state: str, cache_bytes: int) -> Plan | str:
+    """How the calls of a cell rotate, or why this state is not given."""
+    touched = max(1, case.written_tokens * case.token_bytes)  # by reading, and as much by writing
+    rotating = ROTATION * cache_bytes
+    if state == "resident":
+        if 2 * touched * RESIDENT_SHARE > cache_bytes:
+            return f"a call touches {2 * touched / 1e6:.1f} MB, more than a quarter of the {cache_bytes / 1e6:.0f} MB L2"
+        rotating = 1
+    sources = ceil(rotating / touched) if state == "cold" and timer != "call" else 1
+    if sources > MOST_SETS:
+        return f"would need {sources} input sets, more than {MOST_SETS}: timer call after a flush stands for it"
+    calls = min(MOST_CALLS, max(LEAST_CALLS, ceil(GRAPH_BYTES * cache_bytes / max(1, case.bytes_moved))))
+    if timer != "graph":
+        most = MOST_SETS if timer == "wall" else BATCH_CALLS
+        rows = max(sources, min(most, ceil(rotating / touched)))
+        return Plan(BATCH_CALLS if timer == "host" else rows, sources, rows, 1)
+    calls = ceil(calls / sources) * sources
+    fills = max(1, ceil(rotating / (calls * touched)))
+    return Plan(calls, sources, 1 if state == "resident" else 3 * calls, fills)
+
+
+class Stage:
+    """The tensors that all cells of a case share: sources, slot sets per policy, what the caches must hold."""
+
+    def __init__(self, bench: Bench, case: Case, plans: Sequence[Plan]) -> None:
+        self.bench, self.case = bench, case
+        self.inputs = inputs_of.make(case, bench.device, source_sets=max(p.sources for p in plans))
+        self._unplaced = slot_sets.sets(case, max(p.rows * p.fills for p in plans), bench.device)
+        self._under: dict[str, inputs_of.Inputs] = {}
+        self._expected: Expectation | None = None
+        self._expected_for: object = None
+
+    def under(self, policy: str) -> inputs_of.Inputs:
+        if policy not in self._under:
+            self._under[policy] = self.inputs.under(policy, self._unplaced)
+        return self._under[policy]
+
+    def expect(self, policy: str, calls: list[tuple[int, torch.Tensor]], tag: tuple) -> Expectation:
+        """What the caches must hold after `calls` (source set, slot_mapping); kept while `tag` and the padding allow."""
+        inputs = self.under(policy)
+        if self._expected is None:
+            self._expected = Expectation(inputs)
+        self._expected.inputs = inputs
+        if self._expected_for != tag or self.case.padded_tokens:
+            self._expected.reset()
+            self._expected.apply((inputs.keys[s], inputs.values[s], slots) for s, slots in calls)
+            self._expected_for = tag
+        self._expected.reset_caches()
+        return self._expected
+
+
+class Timed:
+    """A cell made ready: bound, warmed up, captured; `visit` yields samples, `verify` holds its calls to the bits."""
+
+    def __init__(self, stage: Stage, cell: Cell, plan: Plan) -> None:
+        self.stage, self.cell, self.plan, self.bench = stage, cell, plan, stage.bench
+        self.inputs = stage.under(cell.policy)
+        self.pool = self.inputs.slots[: plan.rows * plan.fills].view(plan.fills, plan.rows, -1)
+        self.launches: int | None = None
+        self.samples = SAMPLES
+        self._fill = 0
+        self._step = cell.copy.bind(self.inputs)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile, load and set up whatever the first call does, outside of every measurement."""
+        self._step(self.pool[0, 0])(self.inputs.keys[0], self.inputs.values[0])
+        self.bench.synchronize()
+
+    def _call(self, write: Callable, number: int) -> Callable[[], object]:
+        source = number % self.plan.sources
+        key, value = self.inputs.keys[source], self.inputs.values[source]
+        return lambda: write(key, value)
+
+    def _expected(self, rows: Sequence[int], slots: torch.Tensor, tag: str) -> Expectation:
+        calls = [(i % self.plan.sources, slots[row]) for i, row in enumerate(rows)]
+        return self.stage.expect(self.cell.policy, calls, (self.cell.policy, self.plan, tag))
+
+    def visit(self) -> Iterator[tuple[float, float | None]]:
+        """Samples of one visit: (seconds of one call, SM clock in MHz or None)."""
+        raise NotImplementedError
+
+    def verify(self) -> None:
+        """Run exactly what is timed on poisoned caches, and compare. Raises WrongCopy."""
+        raise NotImplementedError
+
+
+class GraphTimed(Timed):
+    """Timer graph. Slot sets lie in a buffer that every visit fills anew; a graph of the copy's steps follows it."""
+
+    def __init__(self, stage: Stage, cell: Cell, plan: Plan) -> None:
+        super().__init__(stage, cell, plan)
+        bench, calls = self.bench, plan.calls
+        self.buffer = self.pool[0].clone()
+        rows = [0] * 3 * calls if plan.rows == 1 else range(3 * calls)
+        self.longer_rows, self.shorter_rows = rows[: 2 * calls], rows[2 * calls :]
+        self._restep: Graph | None = None
+        one = self._calls([0])
+        self.launches = bench.capture(one).nodes
+        self.shorter = self._capture(self.shorter_rows)
+        self.longer: Graph | None = None
+        seconds = self._estimate()
+        if seconds < SLOPE_BELOW:
+            self.longer = self._capture(self.longer_rows)
+        if seconds * calls > LONG_SECONDS:
+            self.samples = 1
+
+    def _calls(self, rows: Sequence[int]) -> list[Callable[[], object]]:
+        if self.cell.part == "step":
+            return [lambda row=row: self._step(self.buffer[row]) for row in rows]
+        return [self._call(self._writes()[row], i) for i, row in enumerate(rows)]
+
+    def _writes(self) -> list[Callable]:
+        """A write per row of the buffer. Steps that launch work are captured, so that a refill can carry them out again."""
+        if not hasattr(self, "_bound"):
+            self._bound: list[Callable] = []
+            bind_all = [lambda row=row: self._bound.append(self._step(row)) for row in self.buffer]
+            if self.cell.copy.steps(self.stage.case, self.cell.policy):
+                self._restep = self.bench.capture(bind_all)
+            else:
+                for bind in bind_all:
+                    bind()
+        return self._bound
+
+    def _capture(self, rows: Sequence[int]) -> Graph:
+        graph = self.bench.capture(self._calls(rows))
+        if graph.nodes != len(rows) * self.launches:
+            raise RuntimeError(f"the graph of {len(rows)} calls holds {graph.nodes} nodes, not {self.launches} per call")
+        return graph
+
+    def _estimate(self) -> float:
+        self.refill()
+        self.shorter.replay()
+        first = self.bench.mark()
+        self.shorter.replay()
+        last = self.bench.mark()
+        self.bench.synchronize()
+        return self.bench.seconds_between(first, last) / self.plan.calls
+
+    def refill(self) -> None:
+        """The next slot sets, and what the copy's steps make of them, in place."""
+        if self.plan.rows > 1:
+            self.buffer.copy_(self.pool[self._fill])
+            self._fill = (self._fill + 1) % self.plan.fills
+        if self._restep is not None:
+            self._restep.replay()
+
+    def visit(self) -> Iterator[tuple[float, float | None]]:
+        bench = self.bench
+        self.refill()
+        self.shorter.replay()  # thrown away: the caches still hold what the last copy left
+        before = bench.probe(FILL_NS)
+        marks = []
+        for _ in range(self.samples):
+            self.refill()
+            trail = [bench.mark()]
+            for graph in filter(None, (self.shorter, self.longer)):
+                graph.replay()
+                trail.append(bench.mark())
+            marks.append(trail)
+        after = bench.probe(PROBE_NS)
+        bench.synchronize()
+        mhz = (bench.clock_mhz(before) + bench.clock_mhz(after)) / 2
+        for trail in marks:
+            spans = [bench.seconds_between(a, b) for a, b in zip(trail, trail[1:])]
+            yield (spans[-1] - (spans[0] if self.longer else 0.0)) / self.plan.calls, mhz
+
+    def verify(self) -> None:
+        if self.cell.part == "step":
+            return
+        graphs = [(self.shorter, self.shorter_rows, "shorter")]
+        if self.longer:
+            graphs.append((self.longer, self.longer_rows, "longer"))
+        for graph, rows, tag in graphs:
+            self._fill = 0
+            self.refill()
+            expected = self._expected(rows, self.buffer, tag)
+            graph.replay()
+            expected.compare(self.cell.copy)
+
+
+class EagerTimed(Timed):
+    """Timers that call from Python: call, host, eager, wall."""
+
+    def __init__(self, stage: Stage, cell: Cell, plan: Plan) -> None:
+        super().__init__(stage, cell, plan)
+        self.rows = [i % plan.rows for i in range(plan.calls)]
+        slots = self.pool[0]
+        if cell.part == "step":
+            self.calls = [lambda row=slots[row]: self._step(row) for row in self.rows]
+        else:
+            writes = [self._step(row) for row in slots]
+            self.calls = [self._call(writes[row], i) for i, row in enumerate(self.rows)]
+        self._next = 0
+        self.repeats = 1
+        self._shorten(self._verify_first())
+        if cell.timer in ("eager", "wall"):
+            batch = self._batch() * len(self.calls)
+            self.repeats = max(1, ceil(BATCH_SECONDS / max(batch, 1e-9)))
+            if batch > LONG_SECONDS:
+                self.samples = 1
+
+    def _verify_first(self) -> float:
+        """Hold one call to the bits before any batch; returns its seconds."""
+        start = self.bench.now()
+        self.calls[0]()
+        self.bench.synchronize()
+        seconds = self.bench.now() - start
+        rows, calls = self.rows, self.calls
+        self.rows, self.calls = rows[:1], calls[:1]
+        self.verify()
+        self.rows, self.calls = rows, calls
+        return seconds
+
+    def _shorten(self, seconds: float) -> None:
+        """Keep a batch of a very slow copy (one that touches the whole cache, say) under MOST_BATCH_SECONDS."""
+        count = max(1, int(MOST_BATCH_SECONDS / max(seconds, 1e-9)))
+        self.rows, self.calls = self.rows[:count], self.calls[:count]
+
+    def _batch(self) -> float:
+        """Seconds per call of one batch."""
+        bench, calls = self.bench, self.calls
+        bench.synchronize()
+        start = bench.now()
+        for _ in range(self.repeats):
+            for call in calls:
+                call()
+        if self.cell.timer != "host":
+            bench.synchronize()
+        seconds = bench.now() - start
+        bench.synchronize()
+        return seconds / (self.repeats * len(calls))
+
+    def visit(self) -> Iterator[tuple[float, float | None]]:
+        if self.cell.timer == "call":
+            yield from self._visit_calls()
+            return
+        self._batch()  # thrown away: what the last copy left in the caches
+        for _ in range(self.samples):
+            yield self._batch(), None
+
+    def _visit_calls(self) -> Iterator[tuple[float, float | None]]:
+        bench, marks, probes = self.bench, [], []
+        for _ in range(1 + SAMPLES):
+            call = self.calls[self._next % len(self.calls)]
+            self._next += 1
+            if self.cell.state != "resident":
+                bench.flush()
+            if self.cell.state == "produced":
+                self._produce()
+            probes.append(bench.probe(FILL_NS))
+            marks.append((bench.mark(), call(), bench.mark()))
+        bench.synchronize()
+        for (first, _, last), probe in list(zip(marks, probes, strict=True))[1:]:  # the first call is thrown away
+            yield bench.seconds_between(first, last), bench.clock_mhz(probe)
+
+    def _produce(self) -> None:
+        """Write the sources anew, as the projection before a copy does: they are in L2, and dirty."""
+        for source in (self.inputs.keys[0], self.inputs.values[0]):
+            source.mul_(1) if source.is_floating_point() and source.element_size() > 1 else source.copy_(source.clone())
+
+    def verify(self) -> None:
+        if self.cell.part == "step":
+            return
+        expected = self._expected(self.rows, self.pool[0], f"eager {len(self.rows)}")
+        for call in self.calls:
+            call()
+        self.bench.synchronize()
+        expected.compare(self.cell.copy)
+
+
+class Poisoned(RuntimeError):
+    """The device no longer answers: this process is lost, the rows before are not."""
+
+    def __init__(self, cell: Cell, rows: list[dict], reason: str) -> None:
+        super().__init__(reason)
+        self.cell, self.rows = cell, rows
+
+
+def measure_case(
+    bench: Bench,
+    case: Case,
+    cells: Sequence[Cell],
+    *,
+    rounds: int,
+    seed: int,
+    on_visit: Callable[[Cell, str], None] = lambda cell, stage: None,
+) -> list[dict]:
+    """Rows of every cell of one case in this process: samples, or one row that says why there are none.
+
+    Raises Poisoned when a failure took the device along.
+    """
+    rows: list[dict] = []
+    plans = {cell: plan(case, cell.timer, cell.state, bench.cache_bytes) for cell in cells}
+    rows += [row_of(cell, case, status="unsupported", reason=p) for cell, p in plans.items() if isinstance(p, str)]
+    cells = [cell for cell in cells if not isinstance(plans[cell], str)]
+    if not cells:
+        return rows
+    try:
+        stage = Stage(bench, case, [plans[cell] for cell in cells])
+    except torch.OutOfMemoryError as error:
+        return rows + [row_of(cell, case, status="out_of_memory", reason=_first_line(error)) for cell in cells]
+    bench.settle()
+    ready: dict[Cell, Timed] = {}
+    for cell in cells:
+        on_visit(cell, "prepare")
+        failed = _attempt(bench, cell, case, rows, lambda cell=cell: ready.__setitem__(cell, _ready(stage, cell, plans[cell])))
+        if failed:
+            rows.append(failed)
+    samples: dict[Cell, list[dict]] = {cell: [] for cell in ready}
+    order = np.random.default_rng(seed)
+    for number in range(rounds):
+        throttled = bench.throttled()
+        for i in order.permutation(len(ready)):
+            cell, timed = list(ready.items())[i]
+            if cell in samples:
+                on_visit(cell, "round")
+                failed = _attempt(bench, cell, case, rows, lambda c=cell, t=timed: samples[c].extend(_samples(t, case, number, throttled)))
+                if failed:
+                    rows.append(failed)
+                    del samples[cell]
+    for cell in list(samples):
+        on_visit(cell, "verify")
+        failed = _attempt(bench, cell, case, rows, ready[cell].verify)
+        rows += [failed] if failed else samples[cell]
+    return rows
+
+
+def _ready(stage: Stage, cell: Cell, plan: Plan) -> Timed:
+    timed = (GraphTimed if cell.timer == "graph" else EagerTimed)(stage, cell, plan)
+    timed.verify()
+    if timed.launches is None and cell.timer != "wall" and cell.policy != "filter":
+        timed.launches = stage.bench.capture([timed.calls[0]]).nodes
+    return timed
+
+
+def _samples(timed: Timed, case: Case, number: int, throttled: str | None) -> Iterator[dict]:
+    cell = timed.cell
+    repeats = getattr(timed, "repeats", 1)
+    calls = {"call": 1, "graph": timed.plan.calls}.get(cell.timer) or len(timed.calls) * repeats
+    for sample, (seconds, mhz) in enumerate(timed.visit()):
+        yield row_of(
+            cell, case, round=number, sample=sample, seconds=seconds, launches=timed.launches, calls=calls,
+            graphs=graphs_made() if cell.copy.family == "compile" else 0, sm_clock_mhz=mhz, throttled=throttled,
+        )  # fmt: skip
+
+
+def _attempt(bench: Bench, cell: Cell, case: Case, rows: list[dict], act: Callable[[], object]) -> dict | None:
+    """Do it; a failure becomes the row that says so. Raises Poisoned where the device is lost with it."""
+    try:
+        act()
+        return None
+    except WrongCopy as error:
+        status, reason = "wrong", str(error)
+    except torch.OutOfMemoryError as error:
+        status, reason = "out_of_memory", _first_line(error)
+    except Exception as error:  # whatever a copy raises costs its own cell, not the run
+        status, reason = "error", f"{type(error).__name__}: {_first_line(error)}"
+    try:
+        bench.synchronize()
+    except RuntimeError as error:
+        raise Poisoned(cell, [*rows, row_of(cell, case, status=status, reason=reason)], str(error)) from error
+    return row_of(cell, case, status=status, reason=reason)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def row_of(cell: Cell, case: Case, *, status: str = "ok", reason: str = "", **measured) -> dict:
+    """A row of the run file without the run's and the machine's columns."""
+    moved = case.bytes_moved if cell.part == "write" else 8 * case.num_tokens
+    blank = dict.fromkeys(("seconds", "launches", "calls", "graphs", "sm_clock_mhz", "throttled"))
+    return {
+        "copy": cell.copy.name,
+        "family": cell.copy.family,
+        "copy_version": cell.copy.version,
+        "policy": cell.policy,
+        "part": cell.part,
+        "timer": cell.timer,
+        "state": cell.state,
+        "round": -1,
+        "sample": -1,
+        "status": status,
+        "reason": reason,
+        **case.fields(),
+        "bytes_moved": 0 if cell.copy.family == "limit" and "copy" not in cell.copy.name else moved,
+        **blank,
+        **measured,
+    }

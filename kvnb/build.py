@@ -1,0 +1,204 @@
+"""csrc/ built inline, once: torch.ops.kvnb from a cached library, keyed by everything that decides its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from kvnb import paths
+
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # torch 2.11: the oldest that kvnb supports
+LIBRARIES = {  # name -> sources; the first defines the schemas and the CPU op, the second adds CUDA
+    "kvnb_cpu": ("bindings.cpp", "cpu_copy.cpp"),
+    "kvnb_cuda": ("bindings.cpp", "kvnb_copy.cu", "vllm_scalar.cu", "limits.cu"),
+}
+LEAST_CAPABILITY = (7, 5)
+_loaded: dict[str, str] = {}  # library -> key it was loaded under, in this process
+
+
+class BuildError(RuntimeError):
+    """The ops cannot be built or loaded here; the message says what is missing and what to type."""
+
+
+def load():
+    """Build (or find) and load the ops; returns `torch.ops.kvnb`. The CUDA ops come along where torch sees a GPU.
+
+    A cold build takes a few seconds, a warm start far less. Raises BuildError.
+    """
+    return load_for("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_for(device: str):
+    """`load()`, with the ops of one device type only: "cpu" or "cuda". Raises BuildError."""
+    _load_library("kvnb_cpu")
+    if device == "cuda":
+        _load_library("kvnb_cuda")
+    return torch.ops.kvnb
+
+
+@cache
+def problem(device: str) -> str | None:
+    """Why the ops of a device type cannot be had here, or None: the reason that unsupported rows carry."""
+    try:
+        load_for(device)
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def _load_library(name: str) -> None:
+    cuda = name == "kvnb_cuda"
+    sources = _sources(name)
+    compiler = _cuda_toolkit() if cuda else _cxx()
+    flags = _cuda_flags() if cuda else ["-O3"]
+    key = _key(compiler, flags)
+    if _loaded.get(name) == key:
+        return
+    if name in _loaded:
+        raise BuildError("csrc/ changed after its ops were loaded: restart this process (in JupyterLab: restart the kernel)")
+    folder = paths.CACHE / "build" / f"{name}-{key}"
+    library = folder / f"{name}.so"
+    complete = folder / "complete"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not complete.exists():
+        with FileLock(f"{folder}.filelock"):  # released by the system when its holder dies, unlike torch's own `lock`
+            if not complete.exists():
+                (folder / "lock").unlink(missing_ok=True)  # torch's, left by a killed build: we hold the real lock
+                _build(name, sources, flags, folder, cuda)
+                complete.touch()
+    torch.ops.load_library(str(library))
+    _loaded[name] = key
+
+
+def _build(name: str, sources: list[Path], flags: list[str], folder: Path, cuda: bool) -> None:
+    """Compile with ninja through torch.utils.cpp_extension, which also loads the result."""
+    if cuda:
+        os.environ.setdefault("CUDA_HOME", str(_cuda_home()))
+    from torch.utils import cpp_extension
+
+    if cuda:
+        cpp_extension.CUDA_HOME = str(_cuda_home())
+    path = os.environ["PATH"]
+    os.environ["PATH"] = os.pathsep.join([str(_ninja().parent), path])
+    host_flags = ["-O3", STABLE_ABI, *(["-DUSE_CUDA", "-DKVNB_CUDA"] if cuda else [])]
+    try:
+        cpp_extension.load(
+            name=name,
+            sources=[str(source) for source in sources],
+            extra_cflags=host_flags,
+            extra_cuda_cflags=flags,
+            build_directory=str(folder),
+            is_python_module=False,
+            with_cuda=cuda,
+        )
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"building {name} in {folder} failed:\n{_tail(str(error))}") from error
+    finally:
+        os.environ["PATH"] = path
+
+
+def _tail(text: str, lines: int = 30) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def _sources(name: str) -> list[Path]:
+    found = [paths.CSRC / source for source in LIBRARIES[name]]
+    missing = [path.name for path in found if not path.is_file()]
+    if missing:
+        raise BuildError(
+            f"{paths.CSRC} lacks {', '.join(missing)}: kvnb builds its kernels from csrc/, so it needs the whole "
+            "repository; clone it and run from there, or `pip install -e .` in the clone"
+        )
+    return found
+
+
+def _key(compiler: str, flags: list[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (compiler, *flags, torch.__version__, sys.implementation.cache_tag, STABLE_ABI):
+        digest.update(part.encode() + b"\0")
+    for path in sorted(paths.CSRC.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _ninja() -> Path:
+    """ninja's executable: on PATH, or in the package that pip installed (a notebook kernel's PATH may lack it)."""
+    beside_python = Path(sys.executable).parent / "ninja"
+    found = shutil.which("ninja") or (str(beside_python) if beside_python.exists() else None)
+    if found is None:
+        try:
+            import ninja
+        except ImportError:
+            raise BuildError("ninja is not installed; type: pip install ninja") from None
+        found = str(Path(ninja.BIN_DIR) / "ninja")
+    return Path(found)
+
+
+@cache
+def _cxx() -> str:
+    """The C++ compiler's version line."""
+    _ninja()
+    name = os.environ.get("CXX", "c++")
+    found = shutil.which(name) or shutil.which("g++")
+    if found is None:
+        raise BuildError(
+            f"no C++ compiler ({name}) on PATH; install one (Debian, Ubuntu: apt install g++; macOS: xcode-select "
+            "--install) or set CXX"
+        )
+    return _version_of(found)
+
+
+@cache
+def _cuda_home() -> Path:
+    """Folder of the CUDA toolkit: CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda, or pip's nvcc."""
+    on_path = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), on_path and Path(on_path).resolve().parent.parent]
+    homes += ["/usr/local/cuda", *(Path(folder) / "nvidia" / "cu13" for folder in sys.path if folder)]
+    for home in filter(None, homes):
+        if (Path(home) / "bin" / "nvcc").is_file():
+            return Path(home)
+    raise BuildError(
+        f"no nvcc found (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA {torch.version.cuda} toolkit or set CUDA_HOME"
+    )
+
+
+@cache
+def _cuda_toolkit() -> str:
+    """nvcc's version text, after checking that it can serve this torch and GPU."""
+    _cxx()
+    if torch.version.cuda is None:
+        beside = " although this machine has an NVIDIA GPU" if shutil.which("nvidia-smi") else ""
+        raise BuildError(f"torch {torch.__version__} is built without CUDA{beside}; type: pip install --force-reinstall torch")
+    if not torch.cuda.is_available():
+        raise BuildError("torch sees no CUDA GPU (nvidia-smi says whether the driver does)")
+    capability = torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        raise BuildError(f"{torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}; kvnb needs sm_75 or later")
+    version = _version_of(str(_cuda_home() / "bin" / "nvcc"))
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if release is None or release[1] != torch.version.cuda.split(".")[0]:
+        raise BuildError(
+            f"nvcc in {_cuda_home()} is CUDA {release[0] if release else 'unknown'}, torch is built for CUDA "
+            f"{torch.version.cuda}: their majors must agree; set CUDA_HOME to a CUDA {torch.version.cuda} toolkit"
+        )
+    return version
+
+
+def _cuda_flags() -> list[str]:
+    """Machine code for the visible GPUs only. Given explicitly: torch drops its own list when a path contains "arch"."""
+    capabilities = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
+    return ["-O3", *(f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in capabilities)]
+
+
+def _version_of(program: str) -> str:
+    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,44 @@
+"""Every way to write the rows. REGISTRY (name -> Copy) feeds every check, run, figure and test."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from kvnb.copies import kernels, limits, torch_compile, torch_index, triton_copy
+from kvnb.copies.base import Copy
+
+__all__ = ["REGISTRY", "Copy", "load_from", "register"]
+
+REGISTRY: dict[str, Copy] = {}
+
+
+def register(copy: Copy) -> Copy:
+    """Add a copy to the registry; a file may register its own again. Raises ValueError where another has its name."""
+    if copy.name in REGISTRY and REGISTRY[copy.name].file != copy.file:
+        raise ValueError(f"copy {copy.name!r} is registered already; give yours another name")
+    REGISTRY[copy.name] = copy
+    return copy
+
+
+def load_from(path: str | Path) -> list[str]:
+    """Run a Python file that registers copies of its own (COPIES_FROM=my_copy.py); returns their names.
+
+    Raises ValueError where the file is missing or registers nothing.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ValueError(f"copies_from: {path} does not exist")
+    before = set(REGISTRY)
+    spec = importlib.util.spec_from_file_location(f"kvnb_copies_from_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    added = [name for name, copy in REGISTRY.items() if name not in before or copy.file == path]
+    if not added:
+        raise ValueError(f"copies_from: {path} registers no copy; end it with kvnb.copies.register(Copy(...))")
+    return added
+
+
+for _module in (kernels, torch_index, torch_compile, triton_copy, limits):
+    for _copy in _module.COPIES:
+        register(_copy)

@@ -1,0 +1,94 @@
+"""Copy: one way to write the rows, and the registry that every check, run, figure and test reads."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvnb.problem.case import Case
+from kvnb.problem.slots import NULL_POLICIES as NULL
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvnb.problem.inputs import Inputs
+
+    Write = Callable[[Tensor, Tensor], object]
+    Step = Callable[[Tensor], Write]
+
+__all__ = ["FAMILIES", "GPU_TIMERS", "NULL", "TIMERS", "Copy"]
+FAMILIES = ("kernel", "torch", "compile", "triton", "peer", "limit", "yours")
+GPU_TIMERS = ("graph", "call", "host", "eager")
+TIMERS = (*GPU_TIMERS, "wall")
+
+
+def anything(case: Case, policy: str, timer: str) -> str | None:
+    return None
+
+
+def nothing(case: Case, policy: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One way to write K and V rows into a paged cache.
+
+    name       unique; what tables and figures call it
+    family     one of FAMILIES: decides the colour
+    policies   where it can send padded rows, its default first (problem.slots.POLICIES)
+    bind       `bind(inputs) -> step`, once per cache; `step(slot_mapping) -> write`, once per model step;
+               `write(key, value)`, once per layer. Its docstring says what the copy is
+    devices    device types it runs on
+    timers     timers that mean something for it
+    supports   `supports(case, policy, timer) -> reason | None`: why this cell cannot be measured
+    steps      `steps(case, policy) -> bool`: whether `step` launches work worth a row of its own
+    sources    further files whose change makes this another version of the copy
+    """
+
+    name: str
+    family: str
+    policies: tuple[str, ...]
+    bind: Callable[[Inputs], Step]
+    devices: tuple[str, ...] = ("cuda",)
+    timers: tuple[str, ...] = TIMERS
+    supports: Callable[[Case, str, str], str | None] = anything
+    steps: Callable[[Case, str], bool] = nothing
+    sources: tuple[Path, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"copy {self.name!r}: family {self.family!r} is not one of {', '.join(FAMILIES)}")
+
+    @property
+    def title(self) -> str:
+        """First line of bind's docstring."""
+        return (inspect.getdoc(self.bind) or self.name).splitlines()[0]
+
+    @property
+    def file(self) -> Path:
+        """The file that defines bind."""
+        return Path(inspect.getsourcefile(self.bind)).resolve()
+
+    @property
+    def version(self) -> str:
+        """Ten hex digits over the sources that make this copy: stored as copy_version in every row."""
+        digest = hashlib.sha256()
+        for path in (self.file, *self.sources):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:10]
+
+    def reason_against(self, case: Case, policy: str, timer: str, device: str) -> str | None:
+        """Why this copy cannot be measured in this cell, or None."""
+        if device not in self.devices:
+            return f"runs on {' and '.join(self.devices)}, not on {device}"
+        if policy not in self.policies:
+            return f"policy {policy} is not one of its policies: {', '.join(self.policies) or 'none'}"
+        if timer not in self.timers:
+            return f"timer {timer} says nothing about it"
+        return self.supports(case, policy, timer)
+

@@ -1,0 +1,141 @@
+"""torch.compile on the index copy: once with the caches as flat arguments, once with the view inside, which is a trap."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+from kvnb.copies.base import NULL, Copy
+from kvnb.copies.torch_index import POLICIES, flat_rows, no_graph_of_filter, placed, tokens_of
+from kvnb.problem.case import MIB, Case
+
+if TYPE_CHECKING:
+    from kvnb.copies.base import Step
+    from kvnb.problem.inputs import Inputs
+
+RECOMPILE_LIMIT = 256  # one code object serves every row width and layout of a run; past the limit: an error, never eager
+TRAP = Case(256, cache_bytes=256 * MIB)  # compile_view is shown in this problem only, whatever the cache's size
+
+
+def _assign_rows(key_rows, value_rows, slots, key, value):
+    key_rows[slots] = key
+    value_rows[slots] = value
+
+
+def _assign_by_block(key_cache, value_cache, block, offset, key, value):
+    key_cache[block, offset] = key
+    value_cache[block, offset] = value
+
+
+def _assign_to_view(key_cache, value_cache, slots, key, value):
+    key_cache.view(-1, key.shape[1])[slots] = key
+    value_cache.view(-1, value.shape[1])[slots] = value
+
+
+_compiled_shapes: set[tuple] = set()  # functions with the cache shapes that they were compiled for
+
+
+@cache
+def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, one_token: bool, device: str):
+    """One fullgraph object per row width, layout and dtype. One token compiles apart: torch specialises sizes 0 and 1.
+
+    Each is compiled from a twin with a name of its own: dynamo keeps its guards, and what it made dynamic, by code.
+    """
+    import torch
+
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.accumulated_recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    name = f"{function.__name__}_{key_row}_{value_row}_{dtype}_{layout}_{'one' if one_token else 'many'}_{device}"
+    twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    return torch.compile(twin, fullgraph=True)
+
+
+def graphs_made() -> int:
+    """Graphs that dynamo has compiled in this process so far: the `graphs` column of a run file."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def _compiled_for(inputs: Inputs, function):
+    case = inputs.case
+    heads = case.num_kv_heads if case.layout == "NHD" else 1
+    widths = heads * case.head_size, heads * case.value_head_size
+    return compiled(function, *widths, case.dtype, case.layout, case.num_tokens == 1, inputs.device.type)
+
+
+def _first_call(function, *tensors, tokens: int) -> None:
+    """Compile `function` by calling it, the last `tokens` tensors marked: their dimension 0 varies, so that one graph
+    serves every number of tokens above one."""
+    import torch
+
+    for tensor in tensors[-tokens:]:
+        if tensor.shape[0] > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    function(*tensors)
+
+
+def bind_compile(inputs: Inputs) -> Step:
+    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; guards included in eager and host)"""
+    policy, size, flat = inputs.policy, inputs.case.block_size, inputs.case.layout == "NHD"
+    function = _compiled_for(inputs, _assign_rows if flat else _assign_by_block)
+    see = flat_rows if flat else lambda t: t
+    key_cache, value_cache = see(inputs.key_cache), see(inputs.value_cache)
+    shape = function, key_cache.shape, value_cache.shape
+
+    def step(slot_mapping):
+        slots, kept = placed(slot_mapping, policy)
+        index, count = (slots,) if flat else (slots // size, slots % size), slots.shape[0]
+
+        def write(key, value):
+            rows = see(tokens_of(key, count, kept)), see(tokens_of(value, count, kept))
+            if shape not in _compiled_shapes:
+                _compiled_shapes.add(shape)
+                return _first_call(function, key_cache, value_cache, *index, *rows, tokens=len(index) + 2)
+            return function(key_cache, value_cache, *index, *rows)
+
+        return write
+
+    return step
+
+
+def bind_compile_view(inputs: Inputs) -> Step:
+    """torch.compile with the cache viewed inside the function: the whole cache is cloned at every call"""
+    policy = inputs.policy
+    function = _compiled_for(inputs, _assign_to_view)
+
+    def step(slot_mapping):
+        slots, kept = placed(slot_mapping, policy)
+        count = slots.shape[0]
+
+        def write(key, value):
+            rows = flat_rows(tokens_of(key, count, kept)), flat_rows(tokens_of(value, count, kept))
+            function(inputs.key_cache, inputs.value_cache, slots, *rows)
+
+        return write
+
+    return step
+
+
+def _compilable(case: Case, policy: str, timer: str) -> str | None:
+    if policy == "filter":
+        return "filter's length depends on data: it would recompile"
+    return no_graph_of_filter(case, policy, timer)
+
+
+def _trap_only(case: Case, policy: str, timer: str) -> str | None:
+    shown = (TRAP.num_tokens, TRAP.num_kv_heads, TRAP.head_size, TRAP.dtype, TRAP.layout, TRAP.source)
+    if (case.num_tokens, case.num_kv_heads, case.head_size, case.dtype, case.layout, case.source) != shown:
+        return f"shown once, in: {TRAP}"
+    return None
+
+
+COPIES = (
+    Copy(
+        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"), supports=_compilable,
+        steps=lambda case, policy: case.layout != "NHD" or policy == "remap",
+    ),
+    Copy("torch.compile_view", "compile", NULL, bind_compile_view, ("cuda", "cpu"), supports=_trap_only),
+)  # fmt: skip

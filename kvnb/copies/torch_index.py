@@ -1,0 +1,194 @@
+"""PyTorch's spellings of the copy, stock ATen: index_put, index_copy, scatter; narrow, 16 bytes wide, and packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvnb.copies.base import NULL, Copy
+from kvnb.problem.case import Case
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvnb.copies.base import Step
+    from kvnb.problem.inputs import Inputs
+
+WIDE_BYTES = 16  # torch.complex128: the widest element that ATen moves
+NULL_SLOT = 0
+ON_STEP = ("remap", "filter")  # policies that PyTorch copies carry out themselves, once per step
+POLICIES = (*NULL, *ON_STEP)
+
+
+def placed(slot_mapping: Tensor, policy: str) -> tuple[Tensor, Tensor | None]:
+    """(slots, kept): slot_mapping as an index copy may use it, and which tokens it stands for (None: the first ones)."""
+    import torch
+
+    if policy == "remap":
+        return torch.where(slot_mapping < 0, NULL_SLOT, slot_mapping), None
+    if policy == "filter":
+        kept = (slot_mapping >= 0).nonzero().squeeze(1)  # its length depends on data: waits for the GPU
+        return slot_mapping[kept], kept
+    return slot_mapping, None
+
+
+def tokens_of(rows: Tensor, count: int, kept: Tensor | None) -> Tensor:
+    """The rows that slots stand for, `[count, ...]`: slot_mapping may be shorter than key."""
+    if kept is not None:
+        return rows[kept]
+    return rows if rows.shape[0] == count else rows[:count]
+
+
+def flat_rows(t: Tensor) -> Tensor:
+    """`[num_tokens, heads, head_size]` as `[num_tokens, heads * head_size]`, or a cache as `[num_slots, ...]`: views."""
+    return t.view(-1, t.shape[-2] * t.shape[-1]) if t.dim() == 4 else t.view(t.shape[0], -1)
+
+
+def _bind(inputs: Inputs, assign, see=lambda rows: rows) -> Step:
+    """A copy on flat NHD rows: `assign(cache_rows, slots, rows)`, both seen through `see`."""
+    key_rows, value_rows = see(flat_rows(inputs.key_cache)), see(flat_rows(inputs.value_cache))
+    policy = inputs.policy
+
+    def step(slot_mapping):
+        slots, kept = placed(slot_mapping, policy)
+        count = slots.shape[0]
+
+        def write(key, value):
+            assign(key_rows, slots, see(flat_rows(tokens_of(key, count, kept))))
+            assign(value_rows, slots, see(flat_rows(tokens_of(value, count, kept))))
+
+        return write
+
+    return step
+
+
+def _bind_by_block(inputs: Inputs, see=lambda rows: rows) -> Step:
+    """A copy on the logical cache, whatever its strides: `cache[block, offset] = rows`, both indices from `step`."""
+    key_cache, value_cache = see(inputs.key_cache), see(inputs.value_cache)
+    policy, block_size = inputs.policy, inputs.case.block_size
+
+    def step(slot_mapping):
+        slots, kept = placed(slot_mapping, policy)
+        block, offset, count = slots // block_size, slots % block_size, slots.shape[0]
+
+        def write(key, value):
+            key_cache[block, offset] = see(tokens_of(key, count, kept))
+            value_cache[block, offset] = see(tokens_of(value, count, kept))
+
+        return write
+
+    return step
+
+
+def _index_put(cache_rows, slots, rows):
+    cache_rows[slots] = rows
+
+
+def _index_copy(cache_rows, slots, rows):
+    cache_rows.index_copy_(0, slots, rows)
+
+
+def _wide():
+    """The view of rows as 16-byte elements."""
+    import torch
+
+    return lambda rows: rows.view(torch.complex128)
+
+
+def bind_index_put(inputs: Inputs) -> Step:
+    """The issue's spelling: `cache[slot_mapping] = rows`; HND and packed: `cache[block, offset] = rows`"""
+    return _bind(inputs, _index_put) if inputs.case.layout == "NHD" else _bind_by_block(inputs)
+
+
+def bind_index_copy(inputs: Inputs) -> Step:
+    """`cache.index_copy_(0, slot_mapping, rows)` on flat rows"""
+    return _bind(inputs, _index_copy)
+
+
+def bind_index_put_wide(inputs: Inputs) -> Step:
+    """index_put with rows and cache seen as 16-byte elements (`view(torch.complex128)`): stock PyTorch"""
+    return _bind(inputs, _index_put, _wide()) if inputs.case.layout == "NHD" else _bind_by_block(inputs, _wide())
+
+
+def bind_index_copy_wide(inputs: Inputs) -> Step:
+    """index_copy_ with rows and cache seen as 16-byte elements: stock PyTorch"""
+    return _bind(inputs, _index_copy, _wide())
+
+
+def bind_scatter(inputs: Inputs) -> Step:
+    """`cache.scatter_(0, slot_mapping expanded over the row, rows)` on flat rows"""
+
+    def scatter(cache_rows, slots, rows):
+        cache_rows.scatter_(0, slots[:, None].expand_as(rows), rows)
+
+    return _bind(inputs, scatter)
+
+
+def bind_index_put_packed(inputs: Inputs) -> Step:
+    """K and V in one launch: the packed cache seen as `[block, offset, head, 2, head_size]`, the fused projection likewise"""
+    case, policy = inputs.case, inputs.policy
+    size, heads, head_size = case.block_size, case.num_kv_heads, case.head_size
+    cache = inputs.storage[0].view(case.num_blocks, heads, size, 2, head_size).permute(0, 2, 1, 3, 4)
+    between = heads * head_size  # elements from a token's K to its V in the projection
+
+    def step(slot_mapping):
+        slots, kept = placed(slot_mapping, policy)
+        block, offset, count = slots // size, slots % size, slots.shape[0]
+
+        def write(key, value):
+            both = key.as_strided((key.shape[0], heads, 2, head_size), (key.stride(0), head_size, between, 1))
+            cache[block, offset] = tokens_of(both, count, kept)
+
+        return write
+
+    return step
+
+
+def no_graph_of_filter(case: Case, policy: str, timer: str) -> str | None:
+    if policy == "filter" and timer == "graph":
+        return "filter's length depends on data: it waits for the GPU and cannot be captured"
+    return None
+
+
+def nhd_only(case: Case, policy: str, timer: str) -> str | None:
+    if case.layout != "NHD":
+        return f"flat rows exist in NHD only: a {case.layout} cache cannot be viewed as [num_slots, row]"
+    return no_graph_of_filter(case, policy, timer)
+
+
+def _wide_rows(case: Case, policy: str, timer: str) -> str | None:
+    for size in (case.head_size, case.value_head_size):
+        row = size * case.itemsize * (case.num_kv_heads if case.layout == "NHD" else 1)
+        if row % WIDE_BYTES:
+            return f"rows of {row} bytes cannot be seen as {WIDE_BYTES}-byte elements"
+    return no_graph_of_filter(case, policy, timer)
+
+
+def _wide_flat_rows(case: Case, policy: str, timer: str) -> str | None:
+    return nhd_only(case, policy, timer) or _wide_rows(case, policy, timer)
+
+
+def _one_fused_row(case: Case, policy: str, timer: str) -> str | None:
+    if case.layout != "packed" or case.head_size != case.value_head_size:
+        return "needs the packed layout with K and V heads of one size"
+    if case.source != "qkv":
+        return "needs K and V as slices of one projection (source qkv): two tensors are not one view"
+    return no_graph_of_filter(case, policy, timer)
+
+
+def indexes_in_step(case: Case, policy: str) -> bool:
+    return case.layout != "NHD" or policy in ON_STEP
+
+
+def on_step_policy(case: Case, policy: str) -> bool:
+    return policy in ON_STEP
+
+
+BOTH = ("cuda", "cpu")
+COPIES = (
+    Copy("torch.index_put", "torch", (*POLICIES, "last_slot"), bind_index_put, BOTH, supports=no_graph_of_filter, steps=indexes_in_step),
+    Copy("torch.index_copy", "torch", POLICIES, bind_index_copy, BOTH, supports=nhd_only, steps=on_step_policy),
+    Copy("torch.scatter", "torch", POLICIES, bind_scatter, BOTH, supports=nhd_only, steps=on_step_policy),
+    Copy("torch.index_put_wide", "torch", POLICIES, bind_index_put_wide, BOTH, supports=_wide_rows, steps=indexes_in_step),
+    Copy("torch.index_copy_wide", "torch", POLICIES, bind_index_copy_wide, BOTH, supports=_wide_flat_rows, steps=on_step_policy),
+    Copy("torch.index_put_packed", "torch", POLICIES, bind_index_put_packed, BOTH, supports=_one_fused_row, steps=indexes_in_step),
+)

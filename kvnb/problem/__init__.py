@@ -1,0 +1,1 @@
+"""What is copied: cases, grids, slots, inputs."""

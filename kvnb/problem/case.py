@@ -1,0 +1,186 @@
+"""One problem: a Case says what is written, into what cache, from where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+
+LAYOUTS = ("NHD", "HND", "packed")
+SOURCES = ("contiguous", "qkv")
+SLOT_PATTERNS = ("decode", "prefill", "mixed", "random")
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+DECODE_TOKENS = 256  # the largest decode batch that vLLM's default capture list holds below its second step
+PREFILL_TOKENS = 2048
+NULL_BLOCKS = 8  # as many as policy `null_blocks` takes where the cache can spare them
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A copy problem. Sizes count elements, `cache_bytes` counts bytes of the K and V caches together.
+
+    Logical cache shape is `[num_blocks, block_size, num_kv_heads, head_size]` whatever the layout. Block 0 is the null
+    block. `value_head_size` 0 means "as head_size". `padding` is the share of `slot_mapping` that is padding, 0 to 1.
+
+    Raises ValueError for a value outside its range, naming the field, its value and what is allowed.
+    """
+
+    num_tokens: int
+    num_kv_heads: int = 8
+    head_size: int = 128
+    value_head_size: int = 0
+    block_size: int = 16
+    cache_bytes: int = 4 * GIB
+    dtype: str = "bfloat16"
+    layout: str = "NHD"
+    source: str = "contiguous"
+    slots: str = "random"
+    padding: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_head_size", self.value_head_size or self.head_size)
+        for name, low in (("num_tokens", 0), ("num_kv_heads", 1), ("head_size", 1), ("value_head_size", 1), ("block_size", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {low}")
+        allowed = {"layout": LAYOUTS, "source": SOURCES, "slots": SLOT_PATTERNS, "dtype": tuple(ITEMSIZE)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be one of {', '.join(values)}")
+        if not 0.0 <= self.padding <= 1.0:
+            raise ValueError(f"padding = {self.padding} must lie between 0 and 1")
+        if self.num_tokens > self.usable_slots:
+            need = (self.num_blocks_for(self.num_tokens) + 3) * self.block_bytes
+            raise ValueError(
+                f"cache_bytes = {self.cache_bytes} holds {self.usable_slots} usable slots, "
+                f"{self.num_tokens} tokens need cache_bytes of at least {need}"
+            )
+
+    def num_blocks_for(self, tokens: int) -> int:
+        return math.ceil(tokens / self.block_size)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V rows together, in one layer."""
+        return self.num_kv_heads * (self.head_size + self.value_head_size) * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.token_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return self.cache_bytes // self.block_bytes
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def usable_slots(self) -> int:
+        """Slots that real tokens may count on: not the null block's, not the last block's (policy `last_slot`
+        needs its last slot), and not those of one spare block, so that runs and single slots need not share one."""
+        return max(0, self.num_blocks - 3) * self.block_size
+
+    @property
+    def null_blocks(self) -> int:
+        """Blocks from block 0 on that policy `null_blocks` spreads padding over; no real token gets one of them."""
+        return min(NULL_BLOCKS, max(1, self.num_blocks - 2 - self.num_blocks_for(self.num_tokens)))
+
+    @property
+    def padded_tokens(self) -> int:
+        return round(self.num_tokens * self.padding)
+
+    @property
+    def written_tokens(self) -> int:
+        return self.num_tokens - self.padded_tokens
+
+    @property
+    def bytes_moved(self) -> int:
+        """Fewest bytes a call moves: each written row read once and written once, and the int64 index read once."""
+        return 2 * self.written_tokens * self.token_bytes + 8 * self.num_tokens
+
+    @property
+    def regime(self) -> str:
+        if self.num_tokens <= DECODE_TOKENS:
+            return "decode"
+        return "mixed" if self.num_tokens < PREFILL_TOKENS else "prefill"
+
+    def fields(self) -> dict:
+        """The case as a flat dict, in field order: the case columns of a run file."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        heads = f"{self.num_kv_heads}x{self.head_size}"
+        if self.value_head_size != self.head_size:
+            heads += f"/{self.value_head_size}"
+        extras = [self.source] * (self.source != "contiguous") + [f"{self.slots} slots"] * (self.slots != "random")
+        extras += [f"{self.padding:.0%} padded"] * (self.padding > 0)
+        return " ".join([f"{self.num_tokens} tokens", heads, self.dtype, self.layout, *extras])
+
+
+CASE_FIELDS = tuple(field.name for field in fields(Case))
+
+
+# ------------------------------------------------------------------------------------------------------------- grids
+
+GRIDS = ("quick", "full")
+HEADLINE = ("graph", "produced")  # timer and state of the first answer on a GPU
+CPU_HEADLINE = ("wall", "produced")
+EVERY_TIMING = (
+    *(("graph", state) for state in ("produced", "cold", "resident")),
+    *(("call", state) for state in ("produced", "cold", "resident")),
+    ("host", "produced"),
+    ("eager", "produced"),
+)  # fmt: skip
+FIRST_LOOK = (1, 32, 256, 1024, 4096, 16384, 65536)
+FINE = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
+
+
+def _gpu_case(num_tokens: int, **fields) -> Case:
+    """A case whose cache holds 4 GiB, and no less than twice its tokens."""
+    token_bytes = Case(0, cache_bytes=GIB, **fields).token_bytes
+    return Case(num_tokens, cache_bytes=max(4 * GIB, 2 * num_tokens * token_bytes), **fields)
+
+
+def _full() -> list[Case]:
+    """Tokens x heads at head size 128, then one factor at a time around 8 x 128 bf16 NHD."""
+    cases = [_gpu_case(n, layout=layout) for layout in ("NHD", "packed") for n in FINE]
+    cases += [_gpu_case(n, num_kv_heads=heads) for heads in (1, 4, 32, 128) for n in FIRST_LOOK]
+    factors = ({"layout": "HND"}, {"head_size": 64}, {"dtype": "float16"}, {"dtype": "float32"}, {"source": "qkv"})
+    cases += [_gpu_case(n, **factor) for factor in (*factors, {"layout": "packed", "source": "qkv"}) for n in FIRST_LOOK]
+    for n in FIRST_LOOK[1:]:
+        regime = Case(n, cache_bytes=4 * GIB).regime
+        cases.append(_gpu_case(n, slots=regime))
+    return cases
+
+
+def _cpu(tokens: tuple[int, ...], heads: tuple[int, ...]) -> list[Case]:
+    sizes = [(h, n) for h in heads for n in tokens]
+    return [Case(n, h, cache_bytes=256 * MIB, layout=layout) for layout in ("NHD", "packed") for h, n in sizes]
+
+
+def grid(name: str, device: str = "cuda") -> list[Case]:
+    """The cases of a named grid on a device type ("cuda" or "cpu": smaller). Raises ValueError naming the grids."""
+    if name not in GRIDS:
+        raise ValueError(f"grid {name!r} is not one of {', '.join(GRIDS)}")
+    if device == "cpu":
+        return _cpu((1, 32, 256, 2048), (8,)) if name == "quick" else _cpu((1, 8, 64, 256, 1024, 4096), (1, 8, 32))
+    if name == "full":
+        return _full()
+    return [_gpu_case(n, layout=layout) for layout in ("NHD", "packed") for n in FIRST_LOOK[:-1]]
+
+
+def timings(name: str, case: Case, device: str = "cuda") -> tuple[tuple[str, str], ...]:
+    """(timer, state) pairs that a grid gives a case: every one at 8 x 128 bf16 NHD and packed, the headline elsewhere."""
+    if device == "cpu":
+        return (CPU_HEADLINE,)
+    if name == "quick":
+        return (HEADLINE, ("eager", "produced"))
+    plain = _gpu_case(case.num_tokens, layout=case.layout)
+    return EVERY_TIMING if case == plain and case.layout != "HND" else (HEADLINE,)

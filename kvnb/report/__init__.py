@@ -1,0 +1,1 @@
+"""From run files to sentences, tables, figures, notebooks and pages."""

@@ -1,0 +1,173 @@
+"""The registry: names, versions, reasons, and copies that come from outside the package."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvnb import copies, paths
+from kvnb.copies.base import FAMILIES, TIMERS, Copy
+from kvnb.problem.case import Case
+from kvnb.problem.slots import POLICIES
+
+CASE = Case(16, cache_bytes=1 << 22)
+OWN_COPY = '''
+from kvnb.copies import Copy, register
+
+
+def bind(inputs):
+    """Row by row, on the host"""
+    def step(slots):
+        def write(key, value):
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    at = divmod(slot, inputs.case.block_size)
+                    inputs.key_cache[at], inputs.value_cache[at] = key[token], value[token]
+        return write
+    return step
+
+
+register(Copy("mine", "yours", ("skip",), bind, devices=("cpu", "cuda")))
+'''
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch) -> dict[str, Copy]:
+    """The registry; what a test adds is gone after it."""
+    monkeypatch.setattr(copies, "REGISTRY", dict(copies.REGISTRY))
+    return copies.REGISTRY
+
+
+@pytest.fixture
+def own_file(tmp_path):
+    path = tmp_path / "my_copy.py"
+    path.write_text(OWN_COPY)
+    return path
+
+
+def test_the_registry_holds_the_designs_copies(registry):
+    kernels = {"kvnb", "kvnb.dependent", "kvnb.again", "vllm.scalar", "triton"}
+    spellings = {
+        f"torch.{name}" for name in ("index_put", "index_copy", "scatter", "index_put_wide", "index_copy_wide")
+    }
+    compiled = {"torch.index_put_packed", "torch.compile", "torch.compile_view"}
+    limits = {"limit.copy", "limit.copy.memcpy", "limit.launch", "limit.launch.dependent", "limit.event"}
+    assert set(registry) >= kernels | spellings | compiled | limits
+
+
+@pytest.mark.parametrize("name", copies.REGISTRY)
+def test_a_copy_is_described_and_complete(registry, name):
+    copy = registry[name]
+    assert copy.name == name
+    assert copy.family in FAMILIES
+    assert copy.policies and set(copy.policies) <= set(POLICIES)
+    assert copy.timers and set(copy.timers) <= set(TIMERS)
+    assert set(copy.devices) <= {"cpu", "cuda"}
+    assert copy.title != name and "\n" not in copy.title
+    assert all(path.is_file() for path in copy.sources)
+    assert re.fullmatch("[0-9a-f]{10}", copy.version)
+
+
+def test_a_kernels_version_hangs_on_its_own_sources(registry):
+    assert {path.name for path in registry["kvnb"].sources} >= {
+        "kvnb_copy.cu",
+        "cpu_copy.cpp",
+        "kv_index.h",
+        "bindings.cpp",
+    }
+    assert {path.name for path in registry["vllm.scalar"].sources} >= {"vllm_scalar.cu", "kv_index.h", "bindings.cpp"}
+    assert {path.name for path in registry["limit.copy"].sources} >= {"limits.cu"}
+    assert registry["kvnb"].version == registry["kvnb.again"].version  # one copy under two names
+    assert registry["kvnb"].version != registry["vllm.scalar"].version
+
+
+def test_the_version_changes_with_a_source(tmp_path):
+    source = tmp_path / "kernel.cu"
+    source.write_text("// one")
+    copy = Copy("own", "yours", ("skip",), lambda inputs: None, sources=(source,))
+    before = copy.version
+    assert copy.version == before
+    source.write_text("// two")
+    assert copy.version != before
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(ValueError, match=r"copy 'own': family 'other' is not one of kernel, torch"):
+        Copy("own", "other", ("skip",), lambda inputs: None)
+
+
+# -------------------------------------------------------------------------------------------------------------- reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "policy", "timer", "device", "reason"),
+    [
+        ("kvnb.dependent", CASE, "skip", "graph", "cpu", "runs on cuda, not on cpu"),
+        (
+            "torch.index_put",
+            CASE,
+            "skip",
+            "wall",
+            "cpu",
+            "policy skip is not one of its policies: null_slot, null_block",
+        ),
+        ("limit.copy.memcpy", CASE, "skip", "host", "cpu", "timer host says nothing about it"),
+        ("torch.index_put", CASE, "filter", "graph", "cuda", "cannot be captured"),
+        ("torch.index_copy", Case(16, cache_bytes=1 << 22, layout="HND"), "null_slot", "wall", "cpu", "NHD only"),
+        ("torch.index_put_wide", Case(16, 1, 4, cache_bytes=1 << 22), "null_slot", "wall", "cpu", "rows of 8 bytes"),
+        ("torch.index_put_packed", CASE, "null_slot", "wall", "cpu", "needs the packed layout"),
+        (
+            "torch.index_put_packed",
+            Case(16, cache_bytes=1 << 22, layout="packed"),
+            "null_slot",
+            "wall",
+            "cpu",
+            "source qkv",
+        ),
+        ("torch.compile", CASE, "filter", "wall", "cpu", "policy filter is not one of its policies"),
+        ("torch.compile_view", CASE, "null_slot", "wall", "cpu", "shown once, in: 256 tokens"),
+        ("limit.copy", Case(1, 1, 1, cache_bytes=1 << 22), "skip", "graph", "cuda", "multiple of 16 bytes"),
+    ],
+)
+def test_why_a_cell_cannot_be_measured(registry, name, case, policy, timer, device, reason):
+    assert reason in registry[name].reason_against(case, policy, timer, device)
+
+
+# ------------------------------------------------------------------------------------------------ copies of other files
+
+
+def test_a_file_adds_a_copy_that_the_check_accepts(registry, own_file):
+    from kvnb.bench.check import check
+
+    assert copies.load_from(own_file) == ["mine"]
+    assert registry["mine"].title == "Row by row, on the host"
+    assert registry["mine"].file == own_file
+    check(registry["mine"], Case(9, 2, 8, cache_bytes=1 << 14, layout="packed", padding=0.3))
+
+
+def test_a_file_may_be_loaded_again_after_an_edit(registry, own_file):
+    copies.load_from(own_file)
+    before = registry["mine"].version
+    own_file.write_text(OWN_COPY.replace("on the host", "slowly"))
+    assert copies.load_from(str(own_file)) == ["mine"]
+    assert registry["mine"].title == "Row by row, slowly"
+    assert registry["mine"].version != before
+
+
+def test_a_taken_name_is_refused(registry, own_file):
+    own_file.write_text(OWN_COPY.replace('"mine"', '"kvnb"'))
+    with pytest.raises(ValueError, match="copy 'kvnb' is registered already; give yours another name"):
+        copies.load_from(own_file)
+    assert registry["kvnb"].file.is_relative_to(paths.ROOT / "kvnb")
+
+
+def test_a_file_without_a_copy_is_refused(own_file):
+    own_file.write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"my_copy\.py registers no copy; end it with kvnb\.copies\.register"):
+        copies.load_from(own_file)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"copies_from: .*nothing\.py does not exist"):
+        copies.load_from(tmp_path / "nothing.py")

@@ -1,0 +1,121 @@
+"""Synthetic runs with known medians: what the report says about them can be recomputed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from kvnb.bench import results
+from kvnb.problem.case import Case
+
+WORKERS, ROUNDS, NOISE = 3, 5, 0.002
+TOKENS = (1, 32, 256, 1024, 4096, 16384, 65536)
+CPU_TOKENS = (1, 64, 1024)
+LIMIT_BYTES_PER_S = 4.0e12
+# copy: (family, launch in us, share of the limit's speed); seconds = launch + bytes_moved / (share x limit)
+GPU_COPIES = {
+    "kvnb": ("kernel", 1.3, 0.95),
+    "kvnb.again": ("kernel", 1.3, 0.95),
+    "kvnb.dependent": ("kernel", 0.9, 0.95),
+    "vllm.scalar": ("kernel", 1.8, 0.45),
+    "torch.index_put": ("torch", 5.5, 0.22),
+    "torch.index_copy": ("torch", 4.5, 0.33),
+    "torch.index_copy_wide": ("torch", 3.0, 0.93),
+    "torch.index_put_packed": ("torch", 3.5, 0.60),
+    "torch.compile": ("compile", 2.2, 0.43),
+    "triton": ("triton", 1.5, 0.90),
+    "limit.copy": ("limit", 1.2, 1.0),
+    "limit.copy.memcpy": ("limit", 2.1, 0.99),
+    "limit.launch": ("limit", 0.74, np.inf),
+}
+EAGER_US = {"kvnb": 7.4, "kvnb.again": 7.4, "torch.index_put": 27.0, "torch.compile": 31.0, "triton": 22.0}
+FLAT_ONLY = ("torch.index_copy", "torch.index_copy_wide")
+ONE_HEAD_KVNB = 0.5  # kvnb's share of the limit at one head: the fixture's flip, to torch.index_copy_wide
+
+
+def known_seconds(copy: str, case: Case, timer: str = "graph") -> float:
+    """The median that a synthetic cell is built around."""
+    _, launch, share = GPU_COPIES[copy]
+    if copy in ("kvnb", "kvnb.again") and case.num_kv_heads == 1:
+        share = ONE_HEAD_KVNB
+    if timer == "eager":
+        launch = EAGER_US[copy]
+    return launch * 1e-6 + case.bytes_moved / (share * LIMIT_BYTES_PER_S)
+
+
+def gpu_cases() -> list[Case]:
+    heads = [(1, "NHD"), (8, "NHD"), (32, "NHD"), (8, "HND"), (8, "packed")]
+    return [Case(tokens, h, layout=layout) for h, layout in heads for tokens in TOKENS]
+
+
+def reason_against(copy: str, case: Case) -> str:
+    if copy in FLAT_ONLY and case.layout != "NHD":
+        return "flat rows exist in NHD only"
+    if copy == "torch.index_put_packed" and case.layout != "packed":
+        return "the packed layout only"
+    return ""
+
+
+def gpu_run() -> pd.DataFrame:
+    """Copies by `graph`, some by `eager` at 8x128 NHD; index_put's step in HND and packed; one failure."""
+    machine = {"gpu": "NVIDIA H200", "gpu_uuid": "0", "driver": "580.1", "cuda": "13.0", "cpu": "X", "threads": 16}
+    run = _Run("gpu-run", machine)
+    for case in gpu_cases():
+        for copy, (family, *_) in GPU_COPIES.items():
+            if reason := reason_against(copy, case):
+                run.failed(case, copy, family, "graph", "unsupported", reason)
+            elif copy == "torch.compile" and case.num_tokens == 1 and case.num_kv_heads == 32:
+                run.failed(case, copy, family, "graph", "error", "fell back to eager")
+            else:
+                run.timed(case, copy, family, "graph", known_seconds(copy, case))
+            if copy in EAGER_US and case.num_kv_heads == 8 and case.layout == "NHD":
+                run.timed(case, copy, family, "eager", known_seconds(copy, case, "eager"))
+        if case.layout != "NHD":
+            run.timed(case, "torch.index_put", "torch", "graph", 4e-6, part="step")
+    return run.samples()
+
+
+def cpu_run() -> pd.DataFrame:
+    """A run on a CPU: timer `wall`, kvnb twice as fast as index_put and level with index_copy."""
+    machine = {"gpu": "", "gpu_uuid": "", "driver": "", "cuda": "", "cpu": "Test CPU", "threads": 2}
+    run = _Run("cpu-run", machine)
+    for case in (Case(tokens, 8, cache_bytes=1 << 26) for tokens in CPU_TOKENS):
+        for copy, family, slowness in (
+            ("kvnb", "kernel", 1.0),
+            ("kvnb.again", "kernel", 1.0),
+            ("torch.index_put", "torch", 2.0),
+            ("torch.index_copy", "torch", 1.0),
+            ("limit.copy.memcpy", "limit", 0.9),
+        ):
+            run.timed(case, copy, family, "wall", slowness * (2e-6 + case.bytes_moved / 1e10))
+    return run.samples()
+
+
+class _Run:
+    """Collects rows of the run file's schema."""
+
+    def __init__(self, run_id: str, machine: dict) -> None:
+        self.rows: list[dict] = []
+        self.rng = np.random.default_rng(4698)
+        fixed = {"schema_version": 1, "grid": "full", "l2_bytes": 1 << 25, "utc": "2026-11-30T00:00:00Z"}
+        software = {"torch": "2.13.0", "triton": "3.5", "python": "3.12", "kvnb_commit": "0123abc", "dirty": False}
+        self.run = {"run_id": run_id, **fixed, **software, **machine}
+
+    def _row(self, case: Case, copy: str, family: str, timer: str, part: str = "write") -> dict:
+        place = {"copy": copy, "family": family, "copy_version": "0", "policy": "skip", "part": part, "timer": timer}
+        counts = {"launches": 1, "calls": 10, "graphs": 0, "bytes_moved": case.bytes_moved, "throttled": ""}
+        where = {"state": "produced", "worker": -1, "round": 0, "sample": 0, "sm_clock_mhz": 1980.0}
+        return {**self.run, **place, **case.fields(), **counts, **where, "seconds": None}
+
+    def failed(self, case: Case, copy: str, family: str, timer: str, status: str, reason: str) -> None:
+        self.rows.append({**self._row(case, copy, family, timer), "status": status, "reason": reason})
+
+    def timed(self, case: Case, copy: str, family: str, timer: str, seconds: float, part: str = "write") -> None:
+        row = {**self._row(case, copy, family, timer, part), "status": "ok", "reason": ""}
+        for worker in range(WORKERS):
+            for turn in range(ROUNDS):
+                noisy = seconds * (1 + NOISE * self.rng.standard_normal())
+                self.rows.append({**row, "worker": worker, "round": turn, "seconds": noisy})
+
+    def samples(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows)[results.SCHEMA.names]

@@ -1,0 +1,71 @@
+"""Notebooks as committed: stripped, short-celled, and running; showing notebooks run on small fixture runs."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+
+import nbformat
+import pytest
+
+from kvnb import paths
+from kvnb.report import answers, parameters
+from kvnb.report.execute import execute
+
+NAMES = sorted(parameters.TABLES)
+
+
+@pytest.fixture(params=NAMES)
+def notebook(request):
+    return nbformat.read(paths.NOTEBOOKS / f"{request.param}.ipynb", as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_is_valid_and_stripped(notebook):
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code_cells(notebook))
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+
+
+def test_cells_are_short(notebook):
+    lines = [len(cell.source.splitlines()) for cell in code_cells(notebook)]
+    assert max(lines) <= 20
+    assert statistics.median(lines) <= 4
+
+
+def test_opens_with_prose_then_parameters_then_their_check(notebook):
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
+    first, second = code_cells(notebook)[:2]
+    assert first.metadata.tags == ["parameters"]
+    assert "parameters.check(" in second.source
+    for node in ast.parse(first.source).body:
+        ast.literal_eval(node.value)
+    assert all("#" in line for line in first.source.splitlines()), "every parameter has its comment"
+
+
+def test_closes_with_the_command_that_reproduces_it(notebook):
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert "`make " in next(text for text in reversed(prose) if "## Method" in text)
+
+
+def test_copies_runs_and_catches_every_wrong_copy(tmp_path):
+    outcome = execute("01_copies", {}, tmp_path)
+    assert not outcome.failure
+    text = outcome.path.read_text()
+    assert "every bit right" in text and "should hold token" in text
+
+
+def test_compare_runs_on_fixture_runs_and_opens_with_the_answer(tmp_path, run_files, gpu, cpu):
+    outcome = execute("03_compare", {"runs": run_files}, tmp_path)
+    assert not outcome.failure
+    outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
+    assert [out.data["text/markdown"] for out in outputs[:2]] == [answers.headline(cpu), answers.headline(gpu)]
+    figures = [out for out in outputs if "image/png" in out.get("data", {})]
+    assert {out.metadata["image/png"]["alt"] for out in figures} == {
+        *(answers.alt(figure, gpu) for figure in answers.MISSING),
+        *(answers.alt(figure, cpu) for figure in ("latency", "heads")),
+    }

@@ -1,0 +1,73 @@
+"""Figures: small, the same every time, and with names that can be read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from kvnb.copies import REGISTRY
+from kvnb.report import answers, plots
+
+NEEDED = {"gpu": list(plots.FIGURES), "cpu": ["latency", "heads"]}
+DRAWN = [(run, figure) for run, figures in NEEDED.items() for figure in figures]
+
+
+def test_answers_and_plots_know_the_same_figures():
+    assert list(plots.FIGURES) == list(answers.MISSING)
+
+
+@pytest.mark.parametrize(("run", "figure"), DRAWN)
+def test_png_is_small_and_deterministic(run, figure, request):
+    samples = request.getfixturevalue(run)
+    first, second = (plots.png(plots.make(figure, samples)) for _ in range(2))
+    assert first == second
+    assert len(first) <= 60_000
+    assert b"matplotlib" not in first.lower()
+
+
+@pytest.mark.parametrize(("run", "figure"), DRAWN)
+def test_titles_name_the_machine(run, figure, request):
+    samples = request.getfixturevalue(run)
+    words = [text.get_text() for text in plots.make(figure, samples).texts]
+    assert any(answers.machine(samples) in word for word in words)
+
+
+@pytest.mark.parametrize("figure", ["latency", "limit", "eager"])
+def test_names_at_line_ends_do_not_overlap_and_stay_in_the_picture(figure, gpu):
+    fig = plots.make(figure, gpu)
+    renderer = FigureCanvasAgg(fig).get_renderer()
+    fig.draw(renderer)
+    for ax in fig.axes:
+        boxes = [Text.get_window_extent(text, renderer) for text in ax.texts]  # of an annotation, without its arrow
+        assert len(boxes) >= 4
+        # glyph boxes include the leading above and below, which may touch
+        assert not any(a.shrunk(1, 0.8).overlaps(b.shrunk(1, 0.8)) for a, b in itertools.combinations(boxes, 2))
+        assert all(fig.bbox.x0 <= box.x0 and box.x1 <= fig.bbox.x1 and box.y1 <= fig.bbox.y1 for box in boxes)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 0.2)), max_size=15))
+def test_spread_keeps_order_and_leaves_no_overlap(labels):
+    labels.sort()
+    heights = [height for _, height in labels]
+    placed = plots.spread([at for at, _ in labels], heights)
+    assert len(placed) == len(labels)
+    for (low, h_low), (high, h_high) in itertools.pairwise(zip(placed, heights, strict=True)):
+        assert high - low >= (h_low + h_high) / 2 - 1e-9
+
+
+def test_spread_leaves_labels_alone_that_fit():
+    assert plots.spread([0.1, 0.5, 0.9], [0.1, 0.1, 0.1]) == pytest.approx([0.1, 0.5, 0.9])
+
+
+def test_copies_of_a_family_share_a_colour_and_no_shape():
+    looks = {copy.name: plots.look(copy.name, copy.family) for copy in REGISTRY.values()}
+    for a, b in itertools.combinations(REGISTRY.values(), 2):
+        same_colour = looks[a.name]["color"] == looks[b.name]["color"]
+        assert same_colour == (a.family == b.family)
+        shapes = [(look["marker"], look["linestyle"]) for look in (looks[a.name], looks[b.name])]
+        assert a.family != b.family or shapes[0] != shapes[1], f"{a.name} and {b.name} look the same"
