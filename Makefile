@@ -66,7 +66,7 @@ render: set-up ## render data/recorded/<gpu>/ into reports/<gpu>/ (GPU=h200: one
 	@$(RUNNER) -m kvnb render $(call option,GPU,gpu)
 
 record: set-up ## measure a record of this GPU: data/recorded/<gpu>/<date>_<grid>_<commit>.parquet
-	@$(RUNNER) -m kvnb record $(measuring)
+	@$(RUNNER) -m kvnb record $(measuring) $(call option,RUN,run)
 
 readme: set-up ## splice the newest record's answer into README.md
 	@$(RUNNER) -m kvnb readme

@@ -20,26 +20,22 @@
 
 namespace kvnb {
 
-// n / divisor for 0 <= n < 2^31 as a multiplication and a shift; a power of two needs the shift only.
+// n / divisor for 0 <= n < 2^31 as a multiplication and a shift, without a branch.
 // Source: Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994.
 struct Divisor {
   uint32_t divisor = 1;
-  uint32_t multiplier = 0;  // 0: the divisor is a power of two
-  uint32_t shift = 0;
+  uint32_t multiplier = uint32_t{1} << 31;  // ceil(2^(31 + shift) / divisor): exact for every n below 2^31
+  uint32_t shift = 0;                       // ceil(log2(divisor))
 
   Divisor() = default;
   explicit Divisor(uint32_t d) : divisor(d) {
     while (shift < 31 && (uint32_t{1} << shift) < d) ++shift;
-    if ((uint32_t{1} << shift) != d) {
-      // the smallest multiplier that is exact for every n below 2^31: ceil(2^(31 + shift) / d), which fits 32 bits
-      const uint64_t power = uint64_t{1} << (31 + shift);
-      multiplier = static_cast<uint32_t>((power + d - 1) / d);
-    }
+    const uint64_t power = uint64_t{1} << (31 + shift);
+    multiplier = static_cast<uint32_t>((power + d - 1) / d);
   }
 
   KVNB_INLINE uint32_t quotient(uint32_t n) const {
-    if (multiplier == 0) return n >> shift;
-    return static_cast<uint32_t>((uint64_t{n} * multiplier) >> 31 >> shift);
+    return static_cast<uint32_t>((uint64_t{n << 1} * multiplier) >> 32) >> shift;
   }
 };
 

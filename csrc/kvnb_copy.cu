@@ -29,22 +29,25 @@ using kvnb::Rows;
 #define KVNB_THREADS 128
 #endif
 constexpr int kThreads = KVNB_THREADS;
-constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads * 4;
+constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
-// Loads through L2 only. Volatile, so that the compiler cannot sink one behind the test of the slot.
-#define KVNB_LOAD(type, ptx, reg, cast)                                                \
-  __device__ __forceinline__ type load(const type* from) {                             \
-    cast value;                                                                        \
-    asm volatile("ld.global.cg." ptx " %0, [%1];" : "=" reg(value) : "l"(from));       \
-    return static_cast<type>(value);                                                   \
+// Loads bypass L1. Stores are predicated rather than branched around: behind a branch on the slot, ptxas moves the loads
+// that must be in flight with the slot's own to where their values are used.
+#define KVNB_ACCESS(type, ptx, reg, held)                                                                          \
+  __device__ __forceinline__ type load(const type* from) {                                                         \
+    held value;                                                                                                    \
+    asm volatile("ld.global.cg." ptx " %0, [%1];" : "=" reg(value) : "l"(from));                                   \
+    return static_cast<type>(value);                                                                               \
+  }                                                                                                                \
+  __device__ __forceinline__ void store_if(bool condition, type* to, type value) {                                 \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global." ptx " [%1], %2;}"                            \
+                 :: "r"(static_cast<uint32_t>(condition)), "l"(to), reg(static_cast<held>(value)) : "memory");     \
   }
-KVNB_LOAD(uint8_t, "u8", "h", uint16_t)
-KVNB_LOAD(uint16_t, "u16", "h", uint16_t)
-KVNB_LOAD(uint32_t, "u32", "r", uint32_t)
-KVNB_LOAD(int32_t, "s32", "r", int32_t)
-KVNB_LOAD(uint64_t, "u64", "l", uint64_t)
-KVNB_LOAD(int64_t, "s64", "l", int64_t)
-#undef KVNB_LOAD
+KVNB_ACCESS(uint8_t, "u8", "h", uint16_t)
+KVNB_ACCESS(uint16_t, "u16", "h", uint16_t)
+KVNB_ACCESS(uint32_t, "u32", "r", uint32_t)
+KVNB_ACCESS(uint64_t, "u64", "l", uint64_t)
+#undef KVNB_ACCESS
 
 __device__ __forceinline__ uint4 load(const uint4* from) {
   uint4 value;
@@ -54,68 +57,119 @@ __device__ __forceinline__ uint4 load(const uint4* from) {
   return value;
 }
 
-struct Plan {
+__device__ __forceinline__ void store_if(bool condition, uint4* to, const uint4& value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.u32 [%1], {%2, %3, %4, %5};}"
+               :: "r"(static_cast<uint32_t>(condition)), "l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// What the tuned kernel needs. Strides count vectors: 32 bits hold them, products are 64-bit.
+struct FastSide {
+  const uint4* source;
+  uint4* cache;
+  uint32_t token_stride;
+  uint32_t slot_stride;
+  uint32_t block_extra;  // block_stride - block_size * slot_stride: 0 where blocks lie one behind the other
+  uint32_t head_stride;  // in the cache; the source's heads lie one behind the other
+};
+
+struct FastPlan {
+  const void* slots;
+  FastSide key;
+  FastSide value;
+  uint32_t num_pairs;
+  uint32_t num_slots;
+  Divisor pairs_per_token;
+  Divisor pairs_per_head;
+  Divisor slots_per_block;
+  bool slots_are_64bit;
+};
+
+__device__ __forceinline__ int64_t load_slot(const void* slots, bool are_64bit, uint32_t token) {
+  return are_64bit ? static_cast<int64_t>(load(static_cast<const uint64_t*>(slots) + token))
+                   : int64_t{static_cast<int32_t>(load(static_cast<const uint32_t*>(slots) + token))};
+}
+
+__device__ __forceinline__ void wait_for_producer() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The tuned kernel. No branch before the loads: threads past the end load the last pair again and store nothing, so
+// that the compiler can fetch every constant while the loads are in flight.
+template <bool kDependent>
+__global__ void __launch_bounds__(kThreads) fast_kernel(const __grid_constant__ FastPlan plan) {
+  const uint32_t mine = blockIdx.x * kThreads + threadIdx.x;
+  if constexpr (kDependent) wait_for_producer();
+  const uint32_t pair = min(mine, plan.num_pairs - 1);
+  const uint32_t token = plan.pairs_per_token.quotient(pair);
+  const uint32_t within = pair - token * plan.pairs_per_token.divisor;
+  const int64_t slot = load_slot(plan.slots, plan.slots_are_64bit, token);
+  const uint4 key = load(plan.key.source + (uint64_t{token} * plan.key.token_stride + within));
+  const uint4 value = load(plan.value.source + (uint64_t{token} * plan.value.token_stride + within));
+  if constexpr (kDependent) let_next_kernel_launch();
+
+  const uint32_t head = plan.pairs_per_head.quotient(within);
+  const uint32_t vector = within - head * plan.pairs_per_head.divisor;
+  const uint32_t low = static_cast<uint32_t>(slot);  // the whole slot, where it is one
+  const uint32_t block = plan.slots_per_block.quotient(low);
+  auto to = [&](const FastSide& side) {
+    return side.cache + (uint64_t{head} * side.head_stride + vector) +
+           (uint64_t{low} * side.slot_stride + uint64_t{block} * side.block_extra);
+  };
+  const bool written = mine < plan.num_pairs && kvnb::is_written(slot, plan.num_slots);
+  store_if(written, to(plan.key), key);
+  store_if(written, to(plan.value), value);
+}
+
+// Everything else: narrow vectors, heads of the source apart, K and V heads of different sizes, 2^31 slots and more.
+struct GeneralPlan {
   Rows key;
   Rows value;
   const void* slots;
   int64_t num_slots;
   int64_t block_size;
   uint32_t num_pairs;
-  uint32_t key_vectors;    // vectors of one head's row
+  uint32_t key_vectors;  // vectors of one head's row
   uint32_t value_vectors;
-  bool slots_are_64bit;
-  bool slots_fit_31_bits;  // then block and offset come from a 32-bit division
   Divisor pairs_per_token;
   Divisor pairs_per_head;
-  Divisor slots_per_block;
+  bool slots_are_64bit;
 };
 
-template <typename Vector, int kPairs, bool kDependent>
-__global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Plan plan) {
-  const uint32_t first = blockIdx.x * (kThreads * kPairs) + threadIdx.x;
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kDependent) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  int64_t slot[kPairs];
-  uint32_t head[kPairs], vector[kPairs];
-  Vector key[kPairs], value[kPairs];
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    const uint32_t pair = first + j * kThreads;
-    slot[j] = -1;
-    if (pair >= plan.num_pairs) continue;
-    const uint32_t token = plan.pairs_per_token.quotient(pair);
-    const uint32_t within = pair - token * plan.pairs_per_token.divisor;
-    head[j] = plan.pairs_per_head.quotient(within);
-    vector[j] = within - head[j] * plan.pairs_per_head.divisor;
-    slot[j] = plan.slots_are_64bit ? load(static_cast<const int64_t*>(plan.slots) + token)
-                                   : load(static_cast<const int32_t*>(plan.slots) + token);
-    if (vector[j] < plan.key_vectors)
-      key[j] = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.key, token, head[j])) + vector[j]);
-    if (vector[j] < plan.value_vectors)
-      value[j] = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.value, token, head[j])) + vector[j]);
-  }
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kDependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    if (!kvnb::is_written(slot[j], plan.num_slots)) continue;
-    const int64_t block = plan.slots_fit_31_bits ? plan.slots_per_block.quotient(static_cast<uint32_t>(slot[j]))
-                                                 : slot[j] / plan.block_size;
-    const int64_t offset = slot[j] - block * plan.block_size;
-    if (vector[j] < plan.key_vectors)
-      reinterpret_cast<Vector*>(kvnb::cache_row(plan.key, block, offset, head[j]))[vector[j]] = key[j];
-    if (vector[j] < plan.value_vectors)
-      reinterpret_cast<Vector*>(kvnb::cache_row(plan.value, block, offset, head[j]))[vector[j]] = value[j];
-  }
+template <typename Vector, bool kDependent>
+__global__ void __launch_bounds__(kThreads) general_kernel(const __grid_constant__ GeneralPlan plan) {
+  const uint32_t pair = blockIdx.x * kThreads + threadIdx.x;
+  if constexpr (kDependent) wait_for_producer();
+  if (pair >= plan.num_pairs) return;
+  const uint32_t token = plan.pairs_per_token.quotient(pair);
+  const uint32_t within = pair - token * plan.pairs_per_token.divisor;
+  const uint32_t head = plan.pairs_per_head.quotient(within);
+  const uint32_t vector = within - head * plan.pairs_per_head.divisor;
+  const bool in_key = vector < plan.key_vectors, in_value = vector < plan.value_vectors;
+  const int64_t slot = load_slot(plan.slots, plan.slots_are_64bit, token);
+  Vector key = {}, value = {};
+  if (in_key) key = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.key, token, head)) + vector);
+  if (in_value) value = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.value, token, head)) + vector);
+  if constexpr (kDependent) let_next_kernel_launch();
+  const bool written = kvnb::is_written(slot, plan.num_slots);
+  const int64_t block = slot / plan.block_size, offset = slot % plan.block_size;
+  store_if(written && in_key, reinterpret_cast<Vector*>(kvnb::cache_row(plan.key, block, offset, head)) + vector, key);
+  store_if(written && in_value, reinterpret_cast<Vector*>(kvnb::cache_row(plan.value, block, offset, head)) + vector, value);
 }
 
 // ---------------------------------------------------------------------------------------------------- host
 
 // Heads that lie one behind the other, in source and cache, are one long row: fewer divisions, wider vectors.
-bool is_one_row(const Rows& rows) {
-  return rows.source_head_stride == rows.head_bytes && rows.head_stride == rows.head_bytes;
+bool is_one_row(const Rows& rows, int64_t num_heads) {
+  return num_heads == 1 || (rows.source_head_stride == rows.head_bytes && rows.head_stride == rows.head_bytes);
 }
 
 uint64_t alignment_bits(const Rows& rows) {
@@ -123,90 +177,101 @@ uint64_t alignment_bits(const Rows& rows) {
          rows.source_head_stride | rows.block_stride | rows.slot_stride | rows.head_stride | rows.head_bytes;
 }
 
-template <typename Vector, int kPairs, bool kDependent>
-cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  const uint32_t blocks = (plan.num_pairs - 1) / (kThreads * kPairs) + 1;
+template <typename Plan>
+cudaError_t launch(void (*kernel)(Plan), const Plan& plan, bool dependent, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3((plan.num_pairs - 1) / kThreads + 1);
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = kDependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, copy_kernel<Vector, kPairs, kDependent>, plan);
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, plan);
 }
 
 template <typename Vector>
-cudaError_t launch(const Plan& plan, int pairs, bool dependent, cudaStream_t stream) {
-  if (pairs == 1) return dependent ? launch<Vector, 1, true>(plan, stream) : launch<Vector, 1, false>(plan, stream);
-  return dependent ? launch<Vector, 2, true>(plan, stream) : launch<Vector, 2, false>(plan, stream);
+cudaError_t launch_general(const GeneralPlan& plan, bool dependent, cudaStream_t stream) {
+  return launch(dependent ? general_kernel<Vector, true> : general_kernel<Vector, false>, plan, dependent, stream);
 }
 
-cudaError_t launch(const Plan& plan, int width, int pairs, bool dependent, cudaStream_t stream) {
+cudaError_t launch_general(const GeneralPlan& plan, int64_t width, bool dependent, cudaStream_t stream) {
   switch (width) {
-    case 16: return launch<uint4>(plan, pairs, dependent, stream);
-    case 8: return launch<uint64_t>(plan, pairs, dependent, stream);
-    case 4: return launch<uint32_t>(plan, pairs, dependent, stream);
-    case 2: return launch<uint16_t>(plan, pairs, dependent, stream);
-    default: return launch<uint8_t>(plan, pairs, dependent, stream);
+    case 16: return launch_general<uint4>(plan, dependent, stream);
+    case 8: return launch_general<uint64_t>(plan, dependent, stream);
+    case 4: return launch_general<uint32_t>(plan, dependent, stream);
+    case 2: return launch_general<uint16_t>(plan, dependent, stream);
+    default: return launch_general<uint8_t>(plan, dependent, stream);
   }
 }
 
-cudaError_t multiprocessors(int* count) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error != cudaSuccess ? error : cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+// Whether the tuned kernel can serve one side: whole 16-byte vectors, source heads in a row, strides that fit 32 bits.
+bool is_fast(const Rows& rows, int64_t block_size) {
+  const int64_t extra = rows.block_stride - block_size * rows.slot_stride;
+  for (int64_t stride : {rows.source_token_stride, rows.slot_stride, extra, rows.head_stride})
+    if (stride < 0 || stride / 16 > UINT32_MAX) return false;
+  return rows.source_head_stride == rows.head_bytes;
+}
+
+FastSide fast_side(const Rows& rows, int64_t block_size) {
+  auto vectors = [](int64_t bytes) { return static_cast<uint32_t>(bytes / 16); };
+  return {reinterpret_cast<const uint4*>(rows.source),
+          reinterpret_cast<uint4*>(rows.cache),
+          vectors(rows.source_token_stride),
+          vectors(rows.slot_stride),
+          vectors(rows.block_stride - block_size * rows.slot_stride),
+          vectors(rows.head_stride)};
+}
+
+// One launch: at most kMostPairsPerLaunch pairs.
+cudaError_t copy_tokens(const Problem& problem, int64_t width, bool dependent, cudaStream_t stream) {
+  const Rows &key = problem.key, &value = problem.value;
+  const uint32_t key_vectors = static_cast<uint32_t>(key.head_bytes / width);
+  const uint32_t value_vectors = static_cast<uint32_t>(value.head_bytes / width);
+  const uint32_t per_head = key_vectors > value_vectors ? key_vectors : value_vectors;
+  const Divisor pairs_per_head(per_head);
+  const Divisor pairs_per_token(per_head * static_cast<uint32_t>(problem.num_heads));
+  const uint32_t num_pairs = static_cast<uint32_t>(problem.num_tokens) * pairs_per_token.divisor;
+
+  const bool fast = width == 16 && key_vectors == value_vectors && problem.num_slots <= INT32_MAX &&
+                    is_fast(key, problem.block_size) && is_fast(value, problem.block_size);
+  if (!fast) {
+    const GeneralPlan plan = {key, value, problem.slots, problem.num_slots, problem.block_size, num_pairs, key_vectors,
+                              value_vectors, pairs_per_token, pairs_per_head, problem.slots_are_64bit};
+    return launch_general(plan, width, dependent, stream);
+  }
+  const FastPlan plan = {problem.slots, fast_side(key, problem.block_size), fast_side(value, problem.block_size), num_pairs,
+                         static_cast<uint32_t>(problem.num_slots), pairs_per_token, pairs_per_head,
+                         Divisor(static_cast<uint32_t>(problem.block_size)), problem.slots_are_64bit};
+  return launch(dependent ? fast_kernel<true> : fast_kernel<false>, plan, dependent, stream);
 }
 
 }  // namespace
 
-extern "C" int kvnb_copy_cuda(const Problem* problem, bool dependent, void* stream) {
-  Plan plan = {};
-  plan.key = problem->key;
-  plan.value = problem->value;
-  int64_t heads = problem->num_heads;
-  if (is_one_row(plan.key) && is_one_row(plan.value)) {
-    plan.key.head_bytes *= heads;
-    plan.value.head_bytes *= heads;
-    // strides of a single head are never multiplied by anything but 0
-    plan.key.source_head_stride = plan.key.head_stride = plan.value.source_head_stride = plan.value.head_stride = 0;
-    heads = 1;
+extern "C" int kvnb_copy_cuda(const Problem* whole, bool dependent, void* stream) {
+  Problem problem = *whole;
+  if (is_one_row(problem.key, problem.num_heads) && is_one_row(problem.value, problem.num_heads)) {
+    for (Rows* rows : {&problem.key, &problem.value}) {
+      rows->head_bytes *= problem.num_heads;
+      rows->source_head_stride = rows->head_stride = rows->head_bytes;
+    }
+    problem.num_heads = 1;
   }
-  const uint64_t bits = alignment_bits(plan.key) | alignment_bits(plan.value) | 16;
+  const uint64_t bits = alignment_bits(problem.key) | alignment_bits(problem.value) | 16;
   const int64_t width = static_cast<int64_t>(bits & (~bits + 1));
-
-  plan.key_vectors = static_cast<uint32_t>(plan.key.head_bytes / width);
-  plan.value_vectors = static_cast<uint32_t>(plan.value.head_bytes / width);
-  const int64_t per_head = plan.key_vectors > plan.value_vectors ? plan.key_vectors : plan.value_vectors;
-  const int64_t per_token = per_head * heads;
-  if (per_token > kMostPairsPerLaunch) return cudaErrorInvalidConfiguration;
-  plan.pairs_per_head = Divisor(static_cast<uint32_t>(per_head));
-  plan.pairs_per_token = Divisor(static_cast<uint32_t>(per_token));
-  plan.num_slots = problem->num_slots;
-  plan.block_size = problem->block_size;
-  plan.slots_fit_31_bits = problem->num_slots <= INT32_MAX;
-  if (plan.slots_fit_31_bits) plan.slots_per_block = Divisor(static_cast<uint32_t>(problem->block_size));
-  plan.slots_are_64bit = problem->slots_are_64bit;
-
-  int sms = 0;
-  cudaError_t error = multiprocessors(&sms);
-  const int64_t resident_threads = int64_t{sms} * 2048;
-  const int pairs = problem->num_tokens * per_token >= 2 * resident_threads ? 2 : 1;
+  const int64_t longer = problem.key.head_bytes > problem.value.head_bytes ? problem.key.head_bytes : problem.value.head_bytes;
+  const int64_t tokens_per_launch = kMostPairsPerLaunch / (longer / width * problem.num_heads);
+  if (tokens_per_launch == 0) return cudaErrorInvalidConfiguration;
 
   // indices inside a launch are 32-bit; a longer problem takes several launches
-  const int64_t tokens_per_launch = kMostPairsPerLaunch / per_token;
-  const int64_t slot_bytes = problem->slots_are_64bit ? 8 : 4;
-  for (int64_t token = 0; token < problem->num_tokens && error == cudaSuccess; token += tokens_per_launch) {
-    const int64_t left = problem->num_tokens - token;
-    const int64_t here = left < tokens_per_launch ? left : tokens_per_launch;
-    Plan part = plan;
-    part.num_pairs = static_cast<uint32_t>(here * per_token);
-    part.slots = static_cast<const char*>(problem->slots) + token * slot_bytes;
-    part.key.source += token * plan.key.source_token_stride;
-    part.value.source += token * plan.value.source_token_stride;
-    error = launch(part, static_cast<int>(width), pairs, dependent, static_cast<cudaStream_t>(stream));
+  for (int64_t token = 0; token < whole->num_tokens; token += tokens_per_launch) {
+    problem.num_tokens = whole->num_tokens - token < tokens_per_launch ? whole->num_tokens - token : tokens_per_launch;
+    problem.slots = static_cast<const char*>(whole->slots) + token * (whole->slots_are_64bit ? 8 : 4);
+    problem.key.source = whole->key.source + token * whole->key.source_token_stride;
+    problem.value.source = whole->value.source + token * whole->value.source_token_stride;
+    const cudaError_t error = copy_tokens(problem, width, dependent, static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return error;
   }
-  return error;
+  return cudaSuccess;
 }

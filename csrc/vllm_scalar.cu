@@ -21,19 +21,25 @@ __global__ void vllm_scalar_kernel(const __grid_constant__ Problem problem, int 
   const int64_t block = slot / problem.block_size;
   const int64_t offset = slot % problem.block_size;
 
+  const Element* key = reinterpret_cast<const Element*>(kvnb::source_row(problem.key, token, 0));
+  const Element* value = reinterpret_cast<const Element*>(kvnb::source_row(problem.value, token, 0));
+  Element* key_cache = reinterpret_cast<Element*>(kvnb::cache_row(problem.key, block, offset, 0));
+  Element* value_cache = reinterpret_cast<Element*>(kvnb::cache_row(problem.value, block, offset, 0));
+  const int64_t key_from = problem.key.source_head_stride / sizeof(Element);
+  const int64_t value_from = problem.value.source_head_stride / sizeof(Element);
+  const int64_t key_to = problem.key.head_stride / sizeof(Element);
+  const int64_t value_to = problem.value.head_stride / sizeof(Element);
+
   const int head_size = key_size > value_size ? key_size : value_size;
   const int elements = static_cast<int>(problem.num_heads) * head_size;
   for (int i = threadIdx.x; i < elements; i += blockDim.x) {
     const int head = i / head_size;
     const int element = i % head_size;
-    Element key, value;
-    if (element < key_size) key = reinterpret_cast<const Element*>(kvnb::source_row(problem.key, token, head))[element];
-    if (element < value_size)
-      value = reinterpret_cast<const Element*>(kvnb::source_row(problem.value, token, head))[element];
-    if (element < key_size)
-      reinterpret_cast<Element*>(kvnb::cache_row(problem.key, block, offset, head))[element] = key;
-    if (element < value_size)
-      reinterpret_cast<Element*>(kvnb::cache_row(problem.value, block, offset, head))[element] = value;
+    Element k, v;
+    if (element < key_size) k = key[head * key_from + element];
+    if (element < value_size) v = value[head * value_from + element];
+    if (element < key_size) key_cache[head * key_to + element] = k;
+    if (element < value_size) value_cache[head * value_to + element] = v;
   }
 }
 
@@ -41,7 +47,7 @@ template <typename Element>
 cudaError_t launch(const Problem& problem, cudaStream_t stream) {
   const int key_size = static_cast<int>(problem.key.head_bytes / sizeof(Element));
   const int value_size = static_cast<int>(problem.value.head_bytes / sizeof(Element));
-  const int64_t elements = problem.num_heads * key_size;
+  const int64_t elements = problem.num_heads * (key_size > value_size ? key_size : value_size);
   const int threads = static_cast<int>(elements < 512 ? elements : 512);
   vllm_scalar_kernel<Element><<<static_cast<unsigned>(problem.num_tokens), threads, 0, stream>>>(problem, key_size, value_size);
   return cudaGetLastError();

@@ -8,6 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -39,9 +43,12 @@ def load():
 
 def load_for(device: str):
     """`load()`, with the ops of one device type only: "cpu" or "cuda". Raises BuildError."""
-    _load_library("kvnb_cpu")
-    if device == "cuda":
-        _load_library("kvnb_cuda")
+    libraries = [_library(name) for name in (["kvnb_cpu", "kvnb_cuda"] if device == "cuda" else ["kvnb_cpu"])]
+    cold = [library for library in libraries if not library.complete.exists()]
+    with _ninja_on_path(), ThreadPoolExecutor() as pool:  # a cold start builds both side by side
+        list(pool.map(_build_once, cold))
+    for library in libraries:
+        _load(library)
     return torch.ops.kvnb
 
 
@@ -55,55 +62,84 @@ def problem(device: str) -> str | None:
     return None
 
 
-def _load_library(name: str) -> None:
+@dataclass(frozen=True)
+class _Library:
+    """A library of LIBRARIES as it must be here: its key covers all that decides its bytes."""
+
+    name: str
+    key: str
+    flags: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return paths.CACHE / "build" / f"{self.name}-{self.key}"
+
+    @property
+    def complete(self) -> Path:
+        """Exists once the build ended well."""
+        return self.folder / "complete"
+
+
+def _library(name: str) -> _Library:
+    _sources(name)
     cuda = name == "kvnb_cuda"
-    sources = _sources(name)
     compiler = _cuda_toolkit() if cuda else _cxx()
-    flags = _cuda_flags() if cuda else ["-O3"]
-    key = _key(compiler, flags)
-    if _loaded.get(name) == key:
-        return
-    if name in _loaded:
-        raise BuildError("csrc/ changed after its ops were loaded: restart this process (in JupyterLab: restart the kernel)")
-    folder = paths.CACHE / "build" / f"{name}-{key}"
-    library = folder / f"{name}.so"
-    complete = folder / "complete"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not complete.exists():
-        with FileLock(f"{folder}.filelock"):  # released by the system when its holder dies, unlike torch's own `lock`
-            if not complete.exists():
-                (folder / "lock").unlink(missing_ok=True)  # torch's, left by a killed build: we hold the real lock
-                _build(name, sources, flags, folder, cuda)
-                complete.touch()
-    torch.ops.load_library(str(library))
-    _loaded[name] = key
+    flags = tuple(_cuda_flags()) if cuda else ()
+    library = _Library(name, _key(compiler, flags), flags)
+    if _loaded.get(name, library.key) != library.key:
+        raise BuildError("csrc/ changed after its ops were loaded: restart this process (in JupyterLab: the kernel)")
+    return library
 
 
-def _build(name: str, sources: list[Path], flags: list[str], folder: Path, cuda: bool) -> None:
-    """Compile with ninja through torch.utils.cpp_extension, which also loads the result."""
-    if cuda:
-        os.environ.setdefault("CUDA_HOME", str(_cuda_home()))
+def _load(library: _Library) -> None:
+    if library.name not in _loaded:
+        torch.ops.load_library(str(library.folder / f"{library.name}.so"))
+        _loaded[library.name] = library.key
+
+
+def _build_once(library: _Library) -> None:
+    """Build unless another process has meanwhile; a killed build leaves nothing that blocks the next."""
+    library.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{library.folder}.filelock"):  # released by the system when its holder dies, unlike torch's own `lock`
+        if not library.complete.exists():
+            (library.folder / "lock").unlink(missing_ok=True)  # torch's, left by a killed build: we hold the real lock
+            _build(library)
+            library.complete.touch()
+
+
+def _build(library: _Library) -> None:
+    """Compile with ninja through torch.utils.cpp_extension (which also loads the result)."""
+    cuda = library.name == "kvnb_cuda"
     from torch.utils import cpp_extension
 
     if cuda:
         cpp_extension.CUDA_HOME = str(_cuda_home())
-    path = os.environ["PATH"]
-    os.environ["PATH"] = os.pathsep.join([str(_ninja().parent), path])
-    host_flags = ["-O3", STABLE_ABI, *(["-DUSE_CUDA", "-DKVNB_CUDA"] if cuda else [])]
     try:
         cpp_extension.load(
-            name=name,
-            sources=[str(source) for source in sources],
-            extra_cflags=host_flags,
-            extra_cuda_cflags=flags,
-            build_directory=str(folder),
+            name=library.name,
+            sources=[str(source) for source in _sources(library.name)],
+            extra_cflags=["-O3", STABLE_ABI, *(["-DUSE_CUDA", "-DKVNB_CUDA"] if cuda else [])],
+            extra_cuda_cflags=list(library.flags),
+            build_directory=str(library.folder),
             is_python_module=False,
             with_cuda=cuda,
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"building {name} in {folder} failed:\n{_tail(str(error))}") from error
+        raise BuildError(f"building {library.name} in {library.folder} failed:\n{_tail(str(error))}") from error
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """torch looks for ninja on PATH, and for its own default compiler where CXX is not set."""
+    path, cxx = os.environ["PATH"], os.environ.get("CXX")
+    os.environ["PATH"] = os.pathsep.join([str(_ninja().parent), path])
+    os.environ["CXX"] = _cxx_program()
+    try:
+        yield
     finally:
         os.environ["PATH"] = path
+        if cxx is None:
+            del os.environ["CXX"]
 
 
 def _tail(text: str, lines: int = 30) -> str:
@@ -121,11 +157,11 @@ def _sources(name: str) -> list[Path]:
     return found
 
 
-def _key(compiler: str, flags: list[str]) -> str:
+def _key(compiler: str, flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in (compiler, *flags, torch.__version__, sys.implementation.cache_tag, STABLE_ABI):
         digest.update(part.encode() + b"\0")
-    for path in sorted(paths.CSRC.iterdir()):
+    for path in sorted(filter(Path.is_file, paths.CSRC.iterdir())):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -148,14 +184,20 @@ def _ninja() -> Path:
 def _cxx() -> str:
     """The C++ compiler's version line."""
     _ninja()
+    return _version_of(_cxx_program())
+
+
+def _cxx_program() -> str:
+    """The C++ compiler: CXX where it is set, else c++, g++ or clang++."""
     name = os.environ.get("CXX", "c++")
-    found = shutil.which(name) or shutil.which("g++")
+    candidates = [name] if "CXX" in os.environ else [name, "g++", "clang++"]
+    found = next(filter(None, map(shutil.which, candidates)), None)
     if found is None:
         raise BuildError(
             f"no C++ compiler ({name}) on PATH; install one (Debian, Ubuntu: apt install g++; macOS: xcode-select "
             "--install) or set CXX"
         )
-    return _version_of(found)
+    return found
 
 
 @cache
@@ -165,7 +207,8 @@ def _cuda_home() -> Path:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), on_path and Path(on_path).resolve().parent.parent]
     homes += ["/usr/local/cuda", *(Path(folder) / "nvidia" / "cu13" for folder in sys.path if folder)]
     for home in filter(None, homes):
-        if (Path(home) / "bin" / "nvcc").is_file():
+        headers = [Path(home) / "include", *Path(home).glob("targets/*/include")]
+        if (Path(home) / "bin" / "nvcc").is_file() and any((folder / "cuda_runtime.h").is_file() for folder in headers):
             return Path(home)
     raise BuildError(
         f"no nvcc found (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA {torch.version.cuda} toolkit or set CUDA_HOME"

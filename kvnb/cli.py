@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,47 +26,49 @@ app = typer.Typer(
 )
 
 
-def _option(name: str, metavar: str = "TEXT"):
-    parameter = next(row for row in parameters.TABLES["02_measure"] if row.name == name)
-    return typer.Option(help=parameter.help, metavar=metavar, show_default=parameter.default is not None)
+def measuring(command: Callable | None = None, **defaults: object) -> Callable:
+    """A command that takes what 02_measure takes, by the same table; `defaults` differ from the table's."""
+    if command is None:
+        return lambda command: measuring(command, **defaults)
+    options = []
+    for row in parameters.TABLES["02_measure"]:
+        default = defaults.get(row.name, row.default)
+        kind = int if int in row.types else str if default is not None else str | None
+        metavar = "NAME,NAME" if list in row.types else None
+        typed = Annotated[kind, typer.Option(help=row.help, metavar=metavar)]
+        options.append(inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed))
+    command.__signature__ = inspect.Signature(options)
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    return command
 
 
-Device = Annotated[str, _option("device")]
-Grid = Annotated[str, _option("grid")]
-Copies = Annotated[str, _option("copies", "NAME,NAME")]
-Timers = Annotated[str, _option("timers", "NAME,NAME")]
-Run = Annotated[str | None, _option("run")]
-Workers = Annotated[int, _option("workers", "N")]
-Rounds = Annotated[int, _option("rounds", "N")]
-CopiesFrom = Annotated[str | None, _option("copies_from", "FILE")]
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Around what looks at the user's words: a ValueError becomes its message and exit code 2, without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"kvnb: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
 
 
-def refusing(command: Callable) -> Callable:
-    """A ValueError of ours is what the user typed wrong, or a file that will not do: its message, and exit code 2."""
-
-    @wraps(command)
-    def wrapped(*arguments: object, **options: object) -> None:
-        try:
-            command(*arguments, **options)
-        except ValueError as error:
-            print(f"kvnb: {error}", file=sys.stderr)
-            raise typer.Exit(2) from error
-
-    return wrapped
-
-
-def _checked(**values: object) -> dict[str, object]:
-    """The parameters of 02_measure as it takes them. Raises ValueError for a wrong one or an absent device."""
+def _checked(values: dict[str, object]) -> dict[str, object]:
+    """What 02_measure takes, from what was typed. Raises ValueError for a wrong value or an absent device."""
     for name in ("copies", "timers"):
         if values[name] != "all":
             values[name] = [part.strip() for part in str(values[name]).split(",")]
     if values["copies_from"]:
-        values["copies_from"] = _from_root(Path(str(values["copies_from"])))
+        values["copies_from"] = str(Path(str(values["copies_from"])).resolve())
+    values["run"] = values["run"] or f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}_{values['grid']}"
     parameters.check("02_measure", values)
     from kvnb import machine
 
     machine.resolve_device(str(values["device"]))
     return values
+
+
+def _announce(values: dict[str, object]) -> None:
+    print(f"kvnb: run {values['run']}; if it is cut short, RUN={values['run']} goes on with it", file=sys.stderr)
 
 
 def _from_root(path: Path) -> str:
@@ -75,28 +78,22 @@ def _from_root(path: Path) -> str:
 
 
 @app.command()
-@refusing
-def report(
-    device: Device = "auto",
-    grid: Grid = "quick",
-    copies: Copies = "all",
-    timers: Timers = "all",
-    run: Run = None,
-    workers: Workers = 3,
-    rounds: Rounds = 10,
-    copies_from: CopiesFrom = None,
-) -> None:
+@measuring
+def report(**typed: object) -> None:
     """Run the notebooks here and write reports/<run>/index.html, recorded runs beside the live one."""
-    name = run or f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}_{grid}"
-    given = {"device": device, "grid": grid, "copies": copies, "timers": timers, "run": name}
-    values = _checked(**given, workers=workers, rounds=rounds, copies_from=copies_from)
-    if name == "latest" or (paths.RECORDED / name).is_dir():
-        owner = "a link" if name == "latest" else "the recorded runs"
-        raise ValueError(f"run: reports/{name} is kept for {owner}; choose another name")
+    with refusing():
+        values = _checked(typed)
+        name = str(values["run"])
+        if name == "latest" or (paths.RECORDED / name).is_dir():
+            owner = "a link" if name == "latest" else "the recorded runs"
+            raise ValueError(f"run: reports/{name} is kept for {owner}; choose another name")
+    if values["copies_from"]:
+        values["copies_from"] = _from_root(Path(values["copies_from"]))
     from kvnb.report import pages
     from kvnb.report.execute import execute
 
     folder = paths.REPORTS / name
+    _announce(values)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # yours, not the project's
     outcomes = [execute("01_copies", {}, folder), execute("02_measure", values, folder)]
@@ -106,15 +103,17 @@ def report(
 
 
 @app.command()
-@refusing
 def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/recorded")] = None) -> None:
     """Render the recorded runs into reports/<gpu>/: needs no GPU, writes the same bytes every time."""
     from kvnb.report import pages
     from kvnb.report.execute import execute
 
     recorded = pages.recorded()
-    if gpu is not None and gpu not in recorded:
-        raise ValueError(f"gpu: {parameters.unknown(gpu, recorded or ['(no run is recorded yet)'])}")
+    with refusing():
+        if not recorded:
+            raise ValueError("no run is recorded yet; `make record` measures one on a GPU")
+        if gpu is not None and gpu not in recorded:
+            raise ValueError(f"gpu: {parameters.unknown(gpu, recorded)}")
     for name in [gpu] if gpu else recorded:
         folder = paths.REPORTS / name
         outcome = execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)
@@ -144,47 +143,38 @@ def _publish(folder: Path, outcomes: list, runs: list[Path], link: bool = True) 
 
 
 @app.command()
-@refusing
-def measure(
-    device: Device = "auto",
-    grid: Grid = "quick",
-    copies: Copies = "all",
-    timers: Timers = "all",
-    run: Run = None,
-    workers: Workers = 3,
-    rounds: Rounds = 10,
-    copies_from: CopiesFrom = None,
-) -> None:
+@measuring
+def measure(**typed: object) -> None:
     """Measure only: write data/local/<run>.parquet, or go on with the one that is there."""
-    given = {"device": device, "grid": grid, "copies": copies, "timers": timers, "run": run}
-    values = _checked(**given, workers=workers, rounds=rounds, copies_from=copies_from)
-    import kvnb
-
-    print(kvnb.measure(**values))
+    with refusing():
+        _measure(_checked(typed))
 
 
 @app.command()
-@refusing
-def record(
-    device: Device = "auto",
-    grid: Grid = "full",
-    run: Annotated[str | None, typer.Option(help="a record that a limit cut short, to go on with")] = None,
-    workers: Workers = 3,
-    rounds: Rounds = 10,
-) -> None:
+@measuring(grid="full")
+def record(**typed: object) -> None:
     """Measure a record of this GPU for others: data/recorded/<gpu>/<date>_<grid>_<commit>.parquet."""
-    values = _checked(
-        device=device, grid=grid, copies="all", timers="all", run=run, workers=workers, rounds=rounds, copies_from=None
-    )
-    import kvnb
+    with refusing():
+        values = {**_checked(dict(typed)), "run": typed["run"]}
+        if values["copies"] != "all" or values["timers"] != "all" or values["copies_from"]:
+            raise ValueError("a record takes all copies and all timers of this checkout; `kvnb measure` takes some")
+        from kvnb import machine
 
-    facts = kvnb.machine.describe(kvnb.machine.resolve_device(device))
-    if not facts["gpu"]:
-        raise ValueError("device: a record is a GPU's, and this device is a CPU; `kvnb measure` writes to data/local")
-    if facts["dirty"]:
-        print("kvnb: kvnb/ or csrc/ have uncommitted changes, and the record will say so", file=sys.stderr)
-    values["run"] = run or f"{facts['utc'][:10]}_{grid}_{facts['kvnb_commit'].removeprefix('tree-')[:7]}"
-    print(kvnb.measure(**values, path=paths.RECORDED / gpu_folder(facts["gpu"]) / f"{values['run']}.parquet"))
+        facts = machine.describe(machine.resolve_device(str(values["device"])))
+        if not facts["gpu"]:
+            raise ValueError("device: a record is a GPU's, and this one is a CPU; `kvnb measure` writes to data/local")
+        if facts["dirty"]:
+            print("kvnb: kvnb/ or csrc/ have uncommitted changes, and the record will say so", file=sys.stderr)
+        commit = facts["kvnb_commit"].removeprefix("tree-")[:7]
+        values["run"] = values["run"] or f"{facts['utc'][:10]}_{values['grid']}_{commit}"
+        _measure(values, paths.RECORDED / gpu_folder(facts["gpu"]) / f"{values['run']}.parquet")
+
+
+def _measure(values: dict[str, object], path: Path | None = None) -> None:
+    from kvnb.bench import run
+
+    _announce(values)
+    print(run.measure(**values, path=path))
 
 
 def gpu_folder(gpu: str) -> str:
@@ -193,9 +183,7 @@ def gpu_folder(gpu: str) -> str:
 
 
 @app.command()
-@refusing
 def readme() -> None:
     """Splice the newest records' answers into README.md."""
     done = subprocess.run([sys.executable, "-m", "cogapp", "-r", "README.md"], cwd=paths.ROOT, check=False)
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    raise typer.Exit(done.returncode)

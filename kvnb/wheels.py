@@ -50,21 +50,22 @@ def lacking(purpose: str) -> list[str]:
         *(line for extra in PURPOSES[purpose] for line in project["optional-dependencies"][extra]),
     ]
     pins = {canonicalize_name(pin.name): pin for pin in _pins()}
+    installed = _installed()
     missing, seen = {}, set()
-    queue = [Requirement(line) for line in wanted]
+    queue = [(Requirement(line), True) for line in wanted]
     while queue:
-        requirement = queue.pop()
+        requirement, ours = queue.pop()
         name = canonicalize_name(requirement.name)
         if str(requirement) in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         seen.add(str(requirement))
-        version = _installed().get(name)
+        version = installed.get(name)
         if version is None:
             missing[name] = str(pins.get(name, requirement))
-        elif not requirement.specifier.contains(version, prereleases=True):
+        elif ours and not requirement.specifier.contains(version, prereleases=True):
             missing[name] = str(requirement)
-        else:
-            queue += [Requirement(line) for line in metadata.requires(name) or []]
+        elif name != "torch":  # a torch that is there brought what it needs in its own way
+            queue += [(Requirement(line), False) for line in metadata.requires(name) or []]
     return sorted(missing.values())
 
 
@@ -74,7 +75,10 @@ def _pins() -> list[Requirement]:
 
 
 def _installed() -> dict[str, str]:
-    return {canonicalize_name(found.metadata["Name"]): found.version for found in metadata.distributions()}
+    versions: dict[str, str] = {}
+    for found in metadata.distributions():  # in the order of sys.path: the first of a name is the one imported
+        versions.setdefault(canonicalize_name(found.metadata["Name"]), found.version)
+    return versions
 
 
 def needs() -> str:

@@ -34,7 +34,8 @@ def nothing_written(tmp_path, monkeypatch):
         (["measure", "--workers", "0"], "must be at least 1"),
         (["measure", "--copies-from", "nowhere.py"], "nowhere.py does not exist"),
         (["record", "--device", "cpu"], "a record is a GPU's"),
-        (["render", "--gpu", "h9000"], "'h9000' is not one of"),
+        (["record", "--device", "cpu", "--copies", "kvnb"], "a record takes all copies"),
+        (["render", "--gpu", "h9000"], "no run is recorded yet"),
     ],
 )
 def test_wrong_parameters_are_refused(arguments, told, nothing_written):

@@ -81,3 +81,14 @@ def test_missing_requirements_come_with_their_pins(monkeypatch):
     missing = wheels.lacking("report")
     assert any(line.startswith("papermill==") for line in missing)
     assert not any(line.startswith("pytest") for line in missing)
+
+
+def test_what_is_there_but_too_old_is_missing_and_torchs_own_needs_are_not(monkeypatch):
+    there = wheels._installed() | {"typer": "0.1"}
+    there.pop("sympy", None)
+    there.pop("tenacity", None)
+    monkeypatch.setattr(wheels, "_installed", lambda: there)
+    missing = {wheels.Requirement(line).name: line for line in wheels.lacking("report")}
+    assert missing["typer"].startswith("typer>=")
+    assert "tenacity" in missing  # papermill's
+    assert "sympy" not in missing  # torch's

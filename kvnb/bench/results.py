@@ -132,7 +132,7 @@ def load(*paths: str | Path):
             raise RunFileError(f"{path} does not exist; run files lie in data/local and data/recorded")
         frames.append(read(path).to_pandas())
     samples = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-    for name in ("gpu_uuid", "torch", "kvnb_commit"):
+    for name in ("gpu_uuid", "cpu", "torch", "kvnb_commit"):
         if samples[name].nunique(dropna=False) > 1:
             raise RunFileError(f"these run files differ in {name} ({', '.join(map(str, samples[name].unique()))}): load each alone")
     return samples

@@ -113,7 +113,7 @@ def _speedups(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
             raise ValueError(f"{name} was measured under several policies: select one before comparing")
     pair["ratio"] = pair["seconds_b"] / pair["seconds_a"]
     rows = [(*key, *median_interval(group.set_index(["worker", "round"])["ratio"])) for key, group in pair.groupby(PLACE, sort=False)]
-    return pd.DataFrame(rows, columns=[*PLACE, "speedup", "low", "high"])
+    return pd.DataFrame(rows, columns=[*PLACE, "speedup", "low", "high"]).astype({name: float for name in ("speedup", "low", "high")})
 
 
 def compare(samples: pd.DataFrame, a: str, b: str) -> pd.DataFrame:

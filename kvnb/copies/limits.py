@@ -31,7 +31,7 @@ def regions(inputs: Inputs) -> tuple[Tensor, Tensor]:
     rows = case.num_tokens * case.num_kv_heads * case.itemsize
     cut = []
     for half, size in zip(halves, (case.head_size, case.value_head_size), strict=True):
-        flat, length = half.view(torch.uint8), rows * size
+        flat, length = half.view(torch.uint8), max(1, rows * size)
         cut.append(flat[: flat.numel() // length * length].view(-1, length))
     return cut[0], cut[1]
 

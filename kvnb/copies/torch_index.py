@@ -40,7 +40,7 @@ def tokens_of(rows: Tensor, count: int, kept: Tensor | None) -> Tensor:
 
 def flat_rows(t: Tensor) -> Tensor:
     """`[num_tokens, heads, head_size]` as `[num_tokens, heads * head_size]`, or a cache as `[num_slots, ...]`: views."""
-    return t.view(-1, t.shape[-2] * t.shape[-1]) if t.dim() == 4 else t.view(t.shape[0], -1)
+    return t.view(-1 if t.dim() == 4 else t.shape[0], t.shape[-2] * t.shape[-1])
 
 
 def _bind(inputs: Inputs, assign, see=lambda rows: rows) -> Step:

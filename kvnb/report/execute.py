@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -48,7 +49,8 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
     One that raises, outlasts its limit or loses its kernel leaves what it got to, and why, in `<name>.failed.ipynb`.
     Raises ValueError for wrong parameters, before a kernel starts.
     """
-    parameters.check(name, values)
+    with contextlib.chdir(paths.ROOT):  # where the notebook will run, and look for files
+        parameters.check(name, values)
     folder.mkdir(parents=True, exist_ok=True)
     done, failed, running = (folder / file for file in (f"{name}.ipynb", f"{name}.failed.ipynb", f".{name}.ipynb"))
     problem: Exception | None = None
@@ -72,8 +74,8 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
 
 def _run(source: Path, target: Path, values: dict[str, object], limit: float) -> None:
     deadline = time.monotonic() + limit
-    # Sockets are files of ours, so two reports never race for a port; their paths may hold about 100 characters.
-    with tempfile.TemporaryDirectory(prefix="kvnb", dir="/tmp" if os.path.isdir("/tmp") else None) as scratch:
+    # Sockets are files of ours, so two reports never race for a port; a system takes paths of about 100 characters.
+    with tempfile.TemporaryDirectory(prefix="kvnb") as scratch:
         manager = {"transport": "ipc", "connection_file": f"{scratch}/kernel.json"}
         papermill.execute_notebook(
             source,

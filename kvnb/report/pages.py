@@ -38,6 +38,7 @@ def _tame(html: str) -> str:
     """HTML of an output less its styles, scripts and links: tables remain."""
     bare = re.sub(r"<(style|script)\b.*?</\1\s*>", "", html, flags=re.DOTALL | re.IGNORECASE)
     clean = bleach.clean(bare, tags=TABLE_TAGS, attributes=TABLE_ATTRIBUTES, strip=True)
+    clean = re.sub(r"<th[^>]*></th>", "<td></td>", clean)  # an empty header heads nothing
     return re.sub(r"(?<=\d) (?=(us|ms|s)<)", "\u00a0", clean)  # a time and its unit stay on one line
 
 

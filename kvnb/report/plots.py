@@ -70,6 +70,7 @@ def table(rows: pd.DataFrame, caption: str = "") -> None:
     """Show a table of `answers` in a notebook, whole and without row numbers."""
     if caption:
         display(Markdown(f"**{caption}**"))
+    rows = rows.replace(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", regex=True)  # an interval stays in one line
     with pd.option_context("display.max_colwidth", None):
         display(HTML(rows.to_html(index=False, border=0)) if len(rows) else Markdown("none"))
 

@@ -75,10 +75,11 @@ def test_verdict_table_counts_lost_cells_and_labels_the_2024_design(gpu):
     table = answers.verdict_table(gpu).set_index(["regime", "layout"])
     assert list(table.index[:2]) == [("decode", "NHD"), ("decode", "HND")]
     assert table.loc[("prefill", "NHD"), answers.BEST].endswith(", 2 SLOWER")
-    assert table.loc[("decode", "HND"), "torch.index_copy_wide"] == "not measured"
     assert "vllm.scalar (vLLM's 2024 design, rewritten)" in table and "vllm.scalar" not in table
     assert "no verdict is drawn on vLLM" in answers.NOTE
-    assert set(answers.every_copy(gpu)["copy"]) >= {"kvnb.again", "kvnb.dependent", "torch.index_put_packed"}
+    every = answers.every_copy(gpu).set_index(["layout", "copy"])
+    assert every.loc[("HND", "torch.index_copy_wide"), "decode"] == "not measured"
+    assert every.loc[("packed", "kvnb.again"), "prefill"].startswith("1.00 [1.00, 1.00] SAME; 3 cells")
 
 
 def test_the_fastest_pytorch_copy_is_chosen_cell_by_cell(gpu):

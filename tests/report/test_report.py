@@ -1,0 +1,83 @@
+"""`kvnb report` and `kvnb render` as a whole, on recorded runs; notebooks are stood in for by tiny ones."""
+
+import shutil
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from kvnb import cli, paths
+from kvnb.bench import results
+from kvnb.report import answers
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, run_files):
+    """A root with a live CPU run `mine`, a recorded GPU run, and notebooks of one cell each."""
+    folders = {"LOCAL": "data/local", "RECORDED": "data/recorded", "REPORTS": "reports", "NOTEBOOKS": "notebooks"}
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    for name, folder in folders.items():
+        monkeypatch.setattr(paths, name, tmp_path / folder)
+        (tmp_path / folder).mkdir(parents=True)
+    record = paths.RECORDED / "h200" / "2026-11-30_full_0123abc.parquet"
+    record.parent.mkdir()
+    shutil.copy(run_files[0], paths.LOCAL / "mine.parquet")
+    shutil.copy(run_files[1], record)
+    for name, cell in (("01_copies", "1"), ("02_measure", "run"), ("03_compare", "runs")):
+        write_notebook(name, cell)
+    return tmp_path
+
+
+def write_notebook(name, source):
+    parameters = nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})
+    cells = [nbformat.v4.new_markdown_cell(f"# {name}"), parameters, nbformat.v4.new_code_cell(source)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), paths.NOTEBOOKS / f"{name}.ipynb")
+
+
+def test_a_report_of_the_live_and_the_recorded_run(place):
+    done = CliRunner().invoke(cli.app, ["report", "--run", "mine", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    index = paths.REPORTS / "latest" / "index.html"
+    assert done.stdout.splitlines()[-1] == str(paths.REPORTS / "mine" / "index.html")
+    assert index.resolve().parent == paths.REPORTS / "mine"
+    assert (index.parent / ".gitignore").read_text() == "*\n"
+    for path in (paths.LOCAL / "mine.parquet", *paths.RECORDED.rglob("*.parquet")):
+        assert answers.headline(results.load(path)) in done.output
+    compared = nbformat.read(index.parent / "03_compare.ipynb", as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert "data/local/mine.parquet" in compared
+    assert "data/recorded/h200/2026-11-30_full_0123abc.parquet" in compared
+    assert str(place) not in compared
+
+
+def test_a_failed_notebook_fails_the_report_and_the_others_still_run(place):
+    write_notebook("01_copies", "1 / 0")
+    done = CliRunner().invoke(cli.app, ["report", "--run", "mine", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert "ZeroDivisionError" in done.output
+    index = (paths.REPORTS / "mine" / "index.html").read_text()
+    assert "01_copies failed" in index
+    assert "ZeroDivisionError" in (paths.REPORTS / "mine" / "01_copies.html").read_text()
+    assert (paths.REPORTS / "mine" / "03_compare.ipynb").is_file()
+
+
+def test_rendering_the_record_twice_gives_the_same_bytes(place):
+    def rendered():
+        done = CliRunner().invoke(cli.app, ["render", "--gpu", "h200"])
+        assert done.exit_code == 0, done.output
+        return {path.name: path.read_bytes() for path in (paths.REPORTS / "h200").iterdir()}
+
+    first = rendered()
+    assert sorted(first) == ["03_compare.html", "03_compare.ipynb", "index.html", "latency.png"]
+    assert rendered() == first
+    assert not (paths.REPORTS / "latest").exists()
+
+
+def test_a_gpu_without_a_record_is_refused(place):
+    done = CliRunner().invoke(cli.app, ["render", "--gpu", "h20"])
+    assert (done.exit_code, "'h20' is not one of h200; did you mean h200?" in done.output) == (2, True)
+
+
+def test_there_must_be_a_record_to_render(place):
+    shutil.rmtree(paths.RECORDED / "h200")
+    done = CliRunner().invoke(cli.app, ["render"])
+    assert (done.exit_code, "no run is recorded yet" in done.output) == (2, True)
