@@ -100,10 +100,13 @@ def _load(library: _Library) -> None:
 def _build_once(library: _Library) -> None:
     """Build unless another process has meanwhile; a killed build leaves nothing that blocks the next."""
     library.folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{library.folder}.filelock"):  # released by the system when its holder dies, unlike torch's own `lock`
+    with FileLock(
+        f"{library.folder}.filelock"
+    ):  # released by the system when its holder dies, unlike torch's own `lock`
         if not library.complete.exists():
             (library.folder / "lock").unlink(missing_ok=True)  # torch's, left by a killed build: we hold the real lock
             _build(library)
+            _refuse_private_runtime(library)
             library.complete.touch()
 
 
@@ -126,6 +129,16 @@ def _build(library: _Library) -> None:
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"building {library.name} in {library.folder} failed:\n{_tail(str(error))}") from error
+
+
+def _refuse_private_runtime(library: _Library) -> None:
+    """A library with a C++ runtime of its own inside crashes Python where it should raise ValueError."""
+    needs = (library.folder / f"{library.name}.so").read_bytes()
+    if sys.platform == "linux" and b"libstdc++.so" not in needs and b"libc++.so" not in needs:
+        raise BuildError(
+            f"{_cxx_program()} links the C++ runtime statically, so that an error in a kernel's arguments would crash "
+            "Python; set CXX to a compiler that does not, for example CXX=/usr/bin/c++"
+        )
 
 
 @contextmanager
@@ -204,14 +217,18 @@ def _cxx_program() -> str:
 def _cuda_home() -> Path:
     """Folder of the CUDA toolkit: CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda, or pip's nvcc."""
     on_path = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), on_path and Path(on_path).resolve().parent.parent]
+    homes = [
+        os.environ.get("CUDA_HOME"),
+        os.environ.get("CUDA_PATH"),
+        on_path and Path(on_path).resolve().parent.parent,
+    ]
     homes += ["/usr/local/cuda", *(Path(folder) / "nvidia" / "cu13" for folder in sys.path if folder)]
     for home in filter(None, homes):
         headers = [Path(home) / "include", *Path(home).glob("targets/*/include")]
         if (Path(home) / "bin" / "nvcc").is_file() and any((folder / "cuda_runtime.h").is_file() for folder in headers):
             return Path(home)
     raise BuildError(
-        f"no nvcc found (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA {torch.version.cuda} toolkit or set CUDA_HOME"
+        f"no nvcc found (CUDA_HOME, PATH, /usr/local/cuda): install CUDA {torch.version.cuda}'s toolkit or set CUDA_HOME"
     )
 
 
@@ -221,12 +238,16 @@ def _cuda_toolkit() -> str:
     _cxx()
     if torch.version.cuda is None:
         beside = " although this machine has an NVIDIA GPU" if shutil.which("nvidia-smi") else ""
-        raise BuildError(f"torch {torch.__version__} is built without CUDA{beside}; type: pip install --force-reinstall torch")
+        raise BuildError(
+            f"torch {torch.__version__} is built without CUDA{beside}; type: pip install --force-reinstall torch"
+        )
     if not torch.cuda.is_available():
         raise BuildError("torch sees no CUDA GPU (nvidia-smi says whether the driver does)")
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:
-        raise BuildError(f"{torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}; kvnb needs sm_75 or later")
+        raise BuildError(
+            f"{torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}; kvnb needs sm_75 or later"
+        )
     version = _version_of(str(_cuda_home() / "bin" / "nvcc"))
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or release[1] != torch.version.cuda.split(".")[0]:
@@ -238,7 +259,7 @@ def _cuda_toolkit() -> str:
 
 
 def _cuda_flags() -> list[str]:
-    """Machine code for the visible GPUs only. Given explicitly: torch drops its own list when a path contains "arch"."""
+    """Machine code for the visible GPUs. Given explicitly: torch drops its list when a path contains "arch"."""
     capabilities = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
     return ["-O3", *(f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in capabilities)]
 

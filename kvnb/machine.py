@@ -16,12 +16,18 @@ import torch
 from kvnb import paths
 
 # NVML's clock event reasons that mean "slower than asked for" (nvml.h: nvmlClocksEventReason*)
-THROTTLE_REASONS = {0x4: "software power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+THROTTLE_REASONS = {
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
 ASSUMED_CPU_CACHE = 32 << 20
 
 
 def resolve_device(device: str) -> torch.device:
-    """"auto", "cpu", "cuda" or "cuda:N" as a torch.device. Raises ValueError naming the devices there are."""
+    """ "auto", "cpu", "cuda" or "cuda:N" as a torch.device. Raises ValueError naming the devices there are."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -67,7 +73,9 @@ def gpu_uuid(device: torch.device) -> str:
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
         if names:
             return names[0]
     return platform.processor() or platform.machine()
@@ -84,7 +92,7 @@ def cache_bytes(device: torch.device) -> int:
 
 @cache
 def source_state() -> tuple[str, bool | None]:
-    """(commit, dirty) of what is measured. Without git: tree-<hash of kvnb/ and csrc/> and None; KVNB_COMMIT overrides both."""
+    """(commit, dirty) of what is measured. Without git: tree-<hash of sources>, None; KVNB_COMMIT overrides."""
     told = os.environ.get("KVNB_COMMIT")
     if told:
         return told, None
@@ -127,7 +135,7 @@ def driver_version() -> str:
 
 
 def throttled(device: torch.device) -> str | None:
-    """Reasons for which NVML says the GPU runs slower than asked, comma-separated; "" for none, None where it cannot say."""
+    """Why NVML says the GPU runs slower than asked, comma-separated; "": it does not; None: NVML cannot say."""
     nvml, _ = _nvml()
     if nvml is None or device.type != "cuda":
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kvnb.problem.inputs import Inputs
 from kvnb.problem.slots import KEEPS_NEGATIVE
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TOGETHER_BYTES = 1 << 30  # rows that `apply_sets` writes in one go
 Call = tuple[Tensor, Tensor, Tensor]  # key, value, slot_mapping
 
 
@@ -75,24 +76,48 @@ class Expectation:
         """Write what `calls` must write, one after another; rows of padding are left to `compare`."""
         for key, value, slot_mapping in calls:
             self.calls = [(key, value, slot_mapping)]
-            real = self._real(slot_mapping)
-            slots = slot_mapping[real].long()
-            block, offset = slots // self.inputs.case.block_size, slots % self.inputs.case.block_size
-            for cache, rows in ((self.key_cache, key), (self.value_cache, value)):
-                bits(cache)[block, offset] = bits(rows)[: len(slot_mapping)][real]
+            self._write(key, value, slot_mapping)
+
+    def apply_sets(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], sets: Tensor, sources: Sequence[int]
+    ) -> None:
+        """`apply` for slot sets `[calls, num_tokens]` at once: call i takes source set `sources[i]`.
+
+        Sets that share no slot are written together: hundreds of small calls would take longer than their timing.
+        """
+        if len(set(sources)) > 1 or len(sets.unique()) < sets.numel():
+            self.apply((keys[source], values[source], row) for source, row in zip(sources, sets, strict=True))
+            return
+        self.calls = [(keys[sources[0]], values[sources[0]], sets[-1])]
+        most = max(1, TOGETHER_BYTES // max(1, self.inputs.case.num_tokens * self.inputs.case.token_bytes))
+        for some in sets.split(most):
+            rows = (side[sources[0]].repeat(len(some), 1, 1) for side in (keys, values))
+            self._write(*rows, some.reshape(-1))
+
+    def _write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        real = self._real(slot_mapping)
+        slots = slot_mapping[real].long()
+        block, offset = slots // self.inputs.case.block_size, slots % self.inputs.case.block_size
+        for cache, rows in ((self.key_cache, key), (self.value_cache, value)):
+            bits(cache)[block, offset] = bits(rows)[: len(slot_mapping)][real]
 
     def _exempt(self) -> int:
         """How many slots at the cache's beginning may take padding: those of the policy's null slots."""
         case, policy = self.inputs.case, self.inputs.policy
         if not case.padded_tokens:
             return 0
-        return {"null_slot": 1, "remap": 1, "null_block": case.block_size, "null_blocks": case.null_blocks * case.block_size}.get(policy, 0)
+        return {
+            "null_slot": 1,
+            "remap": 1,
+            "null_block": case.block_size,
+            "null_blocks": case.null_blocks * case.block_size,
+        }.get(policy, 0)
 
     def _real(self, slot_mapping: Tensor) -> Tensor:
         return slot_mapping >= (0 if self.inputs.policy in KEEPS_NEGATIVE else self._exempt())
 
     def compare(self, copy: Copy | None = None, call_number: int = 0) -> None:
-        """Raise WrongCopy unless the caches hold what they must, every byte. Null slots may hold padded rows, any mix."""
+        """Raise WrongCopy unless the caches hold what they must, every byte. Null slots may hold any padded row."""
         inputs = self.inputs
         if copy is not None and copy.family == "limit":
             return self._compare_regions(copy)
@@ -123,7 +148,9 @@ class Expectation:
         for cut, which in zip(limits.regions(self.inputs), (0, 1), strict=True):
             last = limits.contiguous_bytes(self.calls[-1][which])
             if not (cut == last).all(1).any():
-                raise WrongCopy(f"{copy.name}: no region of the {'key' if which == 0 else 'value'} storage holds the last call's rows")
+                raise WrongCopy(
+                    f"{copy.name}: no region of the {('key', 'value')[which]} storage holds the last rows"
+                )
 
     def _first_wrong_row(self, call_number: int) -> str:
         inputs, case = self.inputs, self.inputs.case
@@ -136,7 +163,8 @@ class Expectation:
             slot = block * case.block_size + offset
             rows = int(wrong.sum())
             where = f"{name} slot {slot} (block {block}, offset {offset}) head {head}"
-            return f"call {call_number}: {where} {self._should(slot, mine, real, (block, offset, head))}; {rows} rows of {name} are wrong"
+            should = self._should(slot, mine, real, (block, offset, head))
+            return f"call {call_number}: {where} {should}; {rows} rows of {name} are wrong"
         return f"call {call_number}: bytes outside every row were changed"
 
     def _should(self, slot: int, mine: Tensor, real: Tensor, at: tuple[int, int, int]) -> str:

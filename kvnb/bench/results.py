@@ -61,8 +61,24 @@ _COLUMNS = [
     ("dirty", pa.bool_(), "", "uncommitted changes in kvnb/ or csrc/; null: not known"),
     ("utc", pa.string(), "", "when the run began, ISO 8601"),
 ]
-SCHEMA = pa.schema([pa.field(name, kind, metadata={"unit": unit, "meaning": meaning}) for name, kind, unit, meaning in _COLUMNS])
-MACHINE_FIELDS = ("gpu", "gpu_uuid", "driver", "cuda", "torch", "triton", "python", "cpu", "threads", "l2_bytes", "kvnb_commit", "dirty", "utc")
+SCHEMA = pa.schema(
+    [pa.field(name, kind, metadata={"unit": unit, "meaning": meaning}) for name, kind, unit, meaning in _COLUMNS]
+)
+MACHINE_FIELDS = (
+    "gpu",
+    "gpu_uuid",
+    "driver",
+    "cuda",
+    "torch",
+    "triton",
+    "python",
+    "cpu",
+    "threads",
+    "l2_bytes",
+    "kvnb_commit",
+    "dirty",
+    "utc",
+)
 CELL_FIELDS = ("policy", "part", "timer", "state")
 
 
@@ -134,7 +150,9 @@ def load(*paths: str | Path):
     samples = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
     for name in ("gpu_uuid", "cpu", "torch", "kvnb_commit"):
         if samples[name].nunique(dropna=False) > 1:
-            raise RunFileError(f"these run files differ in {name} ({', '.join(map(str, samples[name].unique()))}): load each alone")
+            raise RunFileError(
+                f"these run files differ in {name} ({', '.join(map(str, samples[name].unique()))}): load each alone"
+            )
     return samples
 
 

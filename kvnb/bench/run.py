@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -54,12 +55,14 @@ def measure(
 ) -> Path:
     """Measure a grid and return the path of the run file (`data/local/<run>.parquet`, or `path`).
 
-    A run that exists is complete and returned as it is; one that was cut off goes on where it stopped. Raises
+    `run` None makes a name of the time and the grid. A run that exists is complete and returned as it is; one that was
+    cut off goes on where it stopped. Raises
     ValueError for a device, grid, copy or timer that does not exist (naming those that do), and where a cut-off run
     asked for something else or ran on another machine.
     """
     settings = _checked(device, grid, copies, timers, workers, rounds, copies_from)
-    path = Path(path) if path else paths.LOCAL / f"{run or settings.grid}.parquet"
+    run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
+    path = Path(path) if path else paths.LOCAL / f"{run}.parquet"
     if path.exists():
         results.read(path)
         return path
@@ -113,12 +116,20 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
         if first:
             _refuse_other_machine(first, about, parts)
         form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        with tqdm(total=len(cases) * len(workers), initial=len(done) * len(workers), bar_format=form, mininterval=0.5) as bar:
+        with tqdm(
+            total=len(cases) * len(workers), initial=len(done) * len(workers), bar_format=form, mininterval=0.5
+        ) as bar:
             for number, case in enumerate(cases):
                 if number in done:
                     continue
                 rows = [row for worker in workers for row in worker.measure(number, case, bar)]
-                common = {**about, "utc": utc, "run_id": run_id, "schema_version": results.SCHEMA_VERSION, "grid": settings.grid}
+                common = {
+                    **about,
+                    "utc": utc,
+                    "run_id": run_id,
+                    "schema_version": results.SCHEMA_VERSION,
+                    "grid": settings.grid,
+                }
                 results.write([{**row, **common} for row in _once(rows)], parts / f"{number:04d}.parquet")
     finally:
         for worker in workers:
@@ -139,8 +150,8 @@ def _refuse_other_machine(first: dict, about: dict, parts: Path) -> None:
     for name in SAME_MACHINE:
         if first[name] != about[name]:
             raise ValueError(
-                f"{parts} was begun with {name} {first[name]!r}, this is {about[name]!r}: resume it there, choose another "
-                "run name, or delete that folder"
+                f"{parts} was begun with {name} {first[name]!r}, this is {about[name]!r}: resume it there, choose "
+                "another run name, or delete that folder"
             )
 
 
@@ -164,7 +175,7 @@ def _publish(parts: Path, path: Path) -> None:
 
 
 class Worker:
-    """A process that measures, and this side's end of the pipe to it. A process that died is replaced at the next case."""
+    """A process that measures, and this end of the pipe to it. One that died is replaced at once."""
 
     def __init__(self, number: int, settings: Settings) -> None:
         self.number, self.settings = number, settings
@@ -181,7 +192,7 @@ class Worker:
             raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
 
     def measure(self, number: int, case: Case, bar: tqdm) -> list[dict]:
-        """Rows of a case. A cell that kills the process, or its device, becomes an error row and is left out in the next try."""
+        """Rows of a case. A cell that kills the process or its device becomes an error row; the rest is tried anew."""
         lost: list[dict] = []
         skip: set[tuple] = set()
         while True:
@@ -205,8 +216,14 @@ class Worker:
             except EOFError:
                 self._process.join()
                 if at is None:
-                    raise RuntimeError(f"worker {self.number} died before its first cell (exit code {self._process.exitcode})") from None
-                return [], {**at, "status": "error", "reason": f"the worker process died (exit code {self._process.exitcode})"}
+                    raise RuntimeError(
+                        f"worker {self.number} died before its first cell (exit code {self._process.exitcode})"
+                    ) from None
+                return [], {
+                    **at,
+                    "status": "error",
+                    "reason": f"the worker process died (exit code {self._process.exitcode})",
+                }
             if kind == "visit":
                 at, share = content
                 bar.set_description(f"{case}, {at['copy']}", refresh=False)
@@ -238,7 +255,7 @@ def _serve(pipe, settings: Settings) -> None:
         device = torch.device(settings.device)
         bench = timing.Gpu(device) if device.type == "cuda" else timing.Cpu()
         about = machine.describe(device)
-    except Exception as error:  # the parent raises it, with the worker's number
+    except Exception as error:  # noqa: BLE001  the parent raises it, with the worker's number
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
         return
     pipe.send(("hello", about))
@@ -257,7 +274,7 @@ def _serve(pipe, settings: Settings) -> None:
         try:
             rows += timing.measure_case(bench, case, cells, rounds=settings.rounds, seed=seed, on_visit=on_visit)
         except timing.Poisoned as lost:
-            pipe.send(("poisoned", lost.rows[-1]))
+            pipe.send(("poisoned", lost.row))
             return
         pipe.send(("rows", rows))
         if device.type == "cuda":

@@ -21,7 +21,15 @@ WIDEST_SAME = 0.10  # where the margin is wider, nothing is called SAME: the noi
 LIMIT_BYTES = 32_000_000  # percent of limit.copy is quoted from here on
 LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict below this many times an empty event pair
 NOISE = ("kvnb.again", "kvnb")  # one copy measured under two names
-PLACE = ["run_id", "grid", *CASE_FIELDS, "regime", "part", "timer", "state"]  # what two copies must share to be compared
+PLACE = [
+    "run_id",
+    "grid",
+    *CASE_FIELDS,
+    "regime",
+    "part",
+    "timer",
+    "state",
+]  # what two copies must share to be compared
 CELL = [*PLACE, "copy", "family", "policy"]
 VERDICTS = ("FASTER", "SLOWER", "SAME", "UNDECIDED")
 
@@ -32,7 +40,7 @@ def regime_of(num_tokens: int) -> str:
 
 @lru_cache(maxsize=64)
 def _draws(rounds: tuple[int, ...]) -> np.ndarray:
-    """Bootstrap draws `[RESAMPLES, workers * most rounds]`: positions in a flat array of workers' rounds, one behind another."""
+    """Bootstrap draws `[RESAMPLES, workers * most rounds]`: positions in the workers' rounds, end to end."""
     rng = np.random.default_rng(SEED)
     counts, starts = np.array(rounds), np.cumsum([0, *rounds[:-1]])
     workers = rng.integers(0, len(rounds), (RESAMPLES, len(rounds)))
@@ -76,10 +84,15 @@ def cells(samples: pd.DataFrame) -> pd.DataFrame:
     samples = _with_regime(samples)
     firsts = {name: "first" for name in ("bytes_moved", "launches", "calls", "graphs")}
     grouped = samples.assign(throttled=samples["throttled"].fillna("") != "").groupby(CELL, sort=False, observed=True)
-    table = grouped.agg({"seconds": "count", "sm_clock_mhz": "median", "throttled": "mean", **firsts}).rename(columns={"seconds": "n"})
+    table = grouped.agg({"seconds": "count", "sm_clock_mhz": "median", "throttled": "mean", **firsts}).rename(
+        columns={"seconds": "n"}
+    )
     bad = samples[samples["status"] != "ok"].drop_duplicates(CELL).set_index(CELL)[["status", "reason"]]
     table = table.join(bad).fillna({"status": "ok", "reason": ""})
-    times = {key: median_interval(rows.set_index(["worker", "round"])["seconds"]) for key, rows in by_round(samples).groupby(CELL, sort=False)}
+    times = {
+        key: median_interval(rows.set_index(["worker", "round"])["seconds"])
+        for key, rows in by_round(samples).groupby(CELL, sort=False)
+    }
     columns = pd.DataFrame.from_dict(times, orient="index", columns=["seconds", "low", "high"])
     columns.index = pd.MultiIndex.from_tuples(columns.index, names=CELL) if len(columns) else table.index[:0]
     table = table.join(columns).reset_index()
@@ -112,12 +125,17 @@ def _speedups(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
         if pair.duplicated(keys).any() and pair["policy" + side].nunique() > 1:
             raise ValueError(f"{name} was measured under several policies: select one before comparing")
     pair["ratio"] = pair["seconds_b"] / pair["seconds_a"]
-    rows = [(*key, *median_interval(group.set_index(["worker", "round"])["ratio"])) for key, group in pair.groupby(PLACE, sort=False)]
-    return pd.DataFrame(rows, columns=[*PLACE, "speedup", "low", "high"]).astype({name: float for name in ("speedup", "low", "high")})
+    rows = [
+        (*key, *median_interval(group.set_index(["worker", "round"])["ratio"]))
+        for key, group in pair.groupby(PLACE, sort=False)
+    ]
+    return pd.DataFrame(rows, columns=[*PLACE, "speedup", "low", "high"]).astype(
+        {name: float for name in ("speedup", "low", "high")}
+    )
 
 
 def compare(samples: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
-    """Speedup of copy `a` over copy `b` (time of b / time of a: 2.1 means a is 2.1 times as fast), a row per matching cell.
+    """Speedup of copy `a` over copy `b` (time of b / time of a: 2.1: a is 2.1 times as fast), a row per matching cell.
 
     Columns: PLACE, a, b, speedup, low, high, margin, verdict (about a), reason. Raises ValueError for a copy that the
     run does not hold, and where a copy was measured under several policies.
@@ -176,5 +194,7 @@ def summarise(comparison: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     for key, group in comparison.groupby(by, sort=False, observed=True):
         mean = {name: float(np.exp(np.log(group[name]).mean())) for name in ("speedup", "low", "high")}
         ends = {"smallest": group["speedup"].min(), "largest": group["speedup"].max(), "cells": len(group)}
-        rows.append({**dict(zip(by, key)), **mean, **ends, "verdict": verdict(mean["low"], mean["high"], group["margin"].max())})
+        rows.append(
+            {**dict(zip(by, key)), **mean, **ends, "verdict": verdict(mean["low"], mean["high"], group["margin"].max())}
+        )
     return pd.DataFrame(rows, columns=[*by, "speedup", "low", "high", "smallest", "largest", "cells", "verdict"])

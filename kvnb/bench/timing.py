@@ -23,8 +23,10 @@ Everything that touches a clock or a GPU goes through a Bench, so that tests run
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from math import ceil
 from typing import Protocol
 
@@ -45,8 +47,8 @@ RESIDENT_SHARE = 4  # resident: everything in a 1/4 of L2
 GRAPH_BYTES = 10  # a graph moves this many times the L2 where LEAST_CALLS and MOST_CALLS allow
 LEAST_CALLS, MOST_CALLS = 4, 128  # calls in a graph
 MOST_SETS = 512  # source sets of state cold
-BATCH_CALLS = 64  # calls behind a sample of host, well below the depth of the launch queue, and slot sets of eager
-BATCH_SECONDS = 2e-3  # least length of a sample of eager and wall
+BATCH_CALLS = 32  # calls behind a sample of host, well below the depth of the launch queue, and slot sets of eager
+BATCH_SECONDS = 1e-3  # least length of a sample of eager and wall
 MOST_BATCH_SECONDS = 0.25  # length beyond which a batch gets fewer calls
 SLOPE_BELOW = 10e-6  # s per call under which timer graph takes the slope
 SAMPLES = 3  # samples per visit,
@@ -116,7 +118,7 @@ class Gpu:
         self._sink = torch.zeros(4, dtype=torch.uint8, device=device)
 
     def capture(self, calls: Sequence[Callable[[], object]]) -> Graph:
-        """A graph of `calls`, one after another. Not torch.cuda.graph(): that collects garbage and empties the allocator."""
+        """A graph of `calls`, in order. Not torch.cuda.graph(): that empties the allocator each time."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self.synchronize()
         with torch.cuda.stream(self._side):
@@ -206,7 +208,9 @@ def plan(case: Case, timer: str, state: str, cache_bytes: int) -> Plan | str:
     rotating = ROTATION * cache_bytes
     if state == "resident":
         if 2 * touched * RESIDENT_SHARE > cache_bytes:
-            return f"a call touches {2 * touched / 1e6:.1f} MB, more than a quarter of the {cache_bytes / 1e6:.0f} MB L2"
+            return (
+                f"a call touches {2 * touched / 1e6:.1f} MB, more than a quarter of the {cache_bytes / 1e6:.0f} MB L2"
+            )
         rotating = 1
     sources = ceil(rotating / touched) if state == "cold" and timer != "call" else 1
     if sources > MOST_SETS:
@@ -237,15 +241,15 @@ class Stage:
             self._under[policy] = self.inputs.under(policy, self._unplaced)
         return self._under[policy]
 
-    def expect(self, policy: str, calls: list[tuple[int, torch.Tensor]], tag: tuple) -> Expectation:
-        """What the caches must hold after `calls` (source set, slot_mapping); kept while `tag` and the padding allow."""
+    def expect(self, policy: str, sets: torch.Tensor, sources: list[int], tag: tuple) -> Expectation:
+        """What the caches must hold after calls with these slot sets and sources; kept while `tag` stays."""
         inputs = self.under(policy)
         if self._expected is None:
             self._expected = Expectation(inputs)
         self._expected.inputs = inputs
         if self._expected_for != tag or self.case.padded_tokens:
             self._expected.reset()
-            self._expected.apply((inputs.keys[s], inputs.values[s], slots) for s, slots in calls)
+            self._expected.apply_sets(inputs.keys, inputs.values, sets, sources)
             self._expected_for = tag
         self._expected.reset_caches()
         return self._expected
@@ -274,9 +278,9 @@ class Timed:
         key, value = self.inputs.keys[source], self.inputs.values[source]
         return lambda: write(key, value)
 
-    def _expected(self, rows: Sequence[int], slots: torch.Tensor, tag: str) -> Expectation:
-        calls = [(i % self.plan.sources, slots[row]) for i, row in enumerate(rows)]
-        return self.stage.expect(self.cell.policy, calls, (self.cell.policy, self.plan, tag))
+    def _expected(self, sources: Iterable[int], sets: torch.Tensor) -> Expectation:
+        tag = (self.cell.policy, type(self), self.plan, len(sets))
+        return self.stage.expect(self.cell.policy, sets, [i % self.plan.sources for i in sources], tag)
 
     def visit(self) -> Iterator[tuple[float, float | None]]:
         """Samples of one visit: (seconds of one call, SM clock in MHz or None)."""
@@ -313,7 +317,7 @@ class GraphTimed(Timed):
         return [self._call(self._writes()[row], i) for i, row in enumerate(rows)]
 
     def _writes(self) -> list[Callable]:
-        """A write per row of the buffer. Steps that launch work are captured, so that a refill can carry them out again."""
+        """A write per row of the buffer. Steps that launch work are captured: a refill carries them out again."""
         if not hasattr(self, "_bound"):
             self._bound: list[Callable] = []
             bind_all = [lambda row=row: self._bound.append(self._step(row)) for row in self.buffer]
@@ -327,7 +331,9 @@ class GraphTimed(Timed):
     def _capture(self, rows: Sequence[int]) -> Graph:
         graph = self.bench.capture(self._calls(rows))
         if graph.nodes != len(rows) * self.launches:
-            raise RuntimeError(f"the graph of {len(rows)} calls holds {graph.nodes} nodes, not {self.launches} per call")
+            raise RuntimeError(
+                f"the graph of {len(rows)} calls holds {graph.nodes} nodes, not {self.launches} per call"
+            )
         return graph
 
     def _estimate(self) -> float:
@@ -364,21 +370,21 @@ class GraphTimed(Timed):
         bench.synchronize()
         mhz = (bench.clock_mhz(before) + bench.clock_mhz(after)) / 2
         for trail in marks:
-            spans = [bench.seconds_between(a, b) for a, b in zip(trail, trail[1:])]
+            spans = [bench.seconds_between(a, b) for a, b in pairwise(trail)]
             yield (spans[-1] - (spans[0] if self.longer else 0.0)) / self.plan.calls, mhz
 
     def verify(self) -> None:
         if self.cell.part == "step":
             return
-        graphs = [(self.shorter, self.shorter_rows, "shorter")]
-        if self.longer:
-            graphs.append((self.longer, self.longer_rows, "longer"))
-        for graph, rows, tag in graphs:
-            self._fill = 0
-            self.refill()
-            expected = self._expected(rows, self.buffer, tag)
+        self._fill = 0
+        self.refill()
+        rows = [*(self.longer_rows if self.longer else ()), *self.shorter_rows]
+        sources = [*(range(len(self.longer_rows)) if self.longer else ()), *range(len(self.shorter_rows))]
+        resident = self.plan.rows == 1  # the same call over and over: once says it all
+        expected = self._expected(sources[-1:] if resident else sources, self.buffer[rows[-1:] if resident else rows])
+        for graph in filter(None, (self.longer, self.shorter)):
             graph.replay()
-            expected.compare(self.cell.copy)
+        expected.compare(self.cell.copy)
 
 
 class EagerTimed(Timed):
@@ -464,7 +470,7 @@ class EagerTimed(Timed):
     def verify(self) -> None:
         if self.cell.part == "step":
             return
-        expected = self._expected(self.rows, self.pool[0], f"eager {len(self.rows)}")
+        expected = self._expected(range(len(self.rows)), self.pool[0][self.rows])
         for call in self.calls:
             call()
         self.bench.synchronize()
@@ -472,11 +478,11 @@ class EagerTimed(Timed):
 
 
 class Poisoned(RuntimeError):
-    """The device no longer answers: this process is lost, the rows before are not."""
+    """The device no longer answers after what `row` tells of: this process is lost, and its case begins anew."""
 
-    def __init__(self, cell: Cell, rows: list[dict], reason: str) -> None:
-        super().__init__(reason)
-        self.cell, self.rows = cell, rows
+    def __init__(self, row: dict) -> None:
+        super().__init__(row["reason"])
+        self.row = row
 
 
 def measure_case(
@@ -504,28 +510,29 @@ def measure_case(
         return rows + [row_of(cell, case, status="out_of_memory", reason=_first_line(error)) for cell in cells]
     bench.settle()
     ready: dict[Cell, Timed] = {}
-    for cell in cells:
-        on_visit(cell, "prepare")
-        failed = _attempt(bench, cell, case, rows, lambda cell=cell: ready.__setitem__(cell, _ready(stage, cell, plans[cell])))
+    samples: dict[Cell, list[dict]] = {}
+
+    def attempt(cell: Cell, what: str, act: Callable[[], object]) -> bool:
+        """Do it; where it fails, the cell's only row is the one that says so."""
+        on_visit(cell, what)
+        failed = _failure(bench, cell, case, act)
         if failed:
             rows.append(failed)
-    samples: dict[Cell, list[dict]] = {cell: [] for cell in ready}
+            samples.pop(cell, None)
+        return not failed
+
+    for cell in cells:
+        if attempt(cell, "prepare", lambda cell=cell: ready.__setitem__(cell, _ready(stage, cell, plans[cell]))):
+            samples[cell] = []
     order = np.random.default_rng(seed)
     for number in range(rounds):
         throttled = bench.throttled()
-        for i in order.permutation(len(ready)):
-            cell, timed = list(ready.items())[i]
-            if cell in samples:
-                on_visit(cell, "round")
-                failed = _attempt(bench, cell, case, rows, lambda c=cell, t=timed: samples[c].extend(_samples(t, case, number, throttled)))
-                if failed:
-                    rows.append(failed)
-                    del samples[cell]
+        for cell in order.permutation(np.array([*samples], dtype=object)):
+            visit = partial(_samples, ready[cell], case, number, throttled)
+            attempt(cell, "round", lambda visit=visit, kept=samples[cell]: kept.extend(visit()))
     for cell in list(samples):
-        on_visit(cell, "verify")
-        failed = _attempt(bench, cell, case, rows, ready[cell].verify)
-        rows += [failed] if failed else samples[cell]
-    return rows
+        attempt(cell, "verify", ready[cell].verify)
+    return rows + [row for kept in samples.values() for row in kept]
 
 
 def _ready(stage: Stage, cell: Cell, plan: Plan) -> Timed:
@@ -547,7 +554,7 @@ def _samples(timed: Timed, case: Case, number: int, throttled: str | None) -> It
         )  # fmt: skip
 
 
-def _attempt(bench: Bench, cell: Cell, case: Case, rows: list[dict], act: Callable[[], object]) -> dict | None:
+def _failure(bench: Bench, cell: Cell, case: Case, act: Callable[[], object]) -> dict | None:
     """Do it; a failure becomes the row that says so. Raises Poisoned where the device is lost with it."""
     try:
         act()
@@ -556,13 +563,14 @@ def _attempt(bench: Bench, cell: Cell, case: Case, rows: list[dict], act: Callab
         status, reason = "wrong", str(error)
     except torch.OutOfMemoryError as error:
         status, reason = "out_of_memory", _first_line(error)
-    except Exception as error:  # whatever a copy raises costs its own cell, not the run
+    except Exception as error:  # noqa: BLE001  whatever a copy raises costs its own cell, not the run
         status, reason = "error", f"{type(error).__name__}: {_first_line(error)}"
+    failed = row_of(cell, case, status=status, reason=reason)
     try:
         bench.synchronize()
     except RuntimeError as error:
-        raise Poisoned(cell, [*rows, row_of(cell, case, status=status, reason=reason)], str(error)) from error
-    return row_of(cell, case, status=status, reason=reason)
+        raise Poisoned(failed) from error
+    return failed
 
 
 def _first_line(error: Exception) -> str:

@@ -91,4 +91,3 @@ class Copy:
         if timer not in self.timers:
             return f"timer {timer} says nothing about it"
         return self.supports(case, policy, timer)
-

@@ -44,7 +44,7 @@ def contiguous_bytes(rows: Tensor) -> Tensor:
 
 
 def _bind(inputs: Inputs, copy) -> Step:
-    """`copy(key_to, key_from, value_to, value_from)` on flat bytes; each call writes the next region, as slots rotate."""
+    """`copy(key_to, key_from, value_to, value_from)` on flat bytes; each call takes the next region."""
     key_regions, value_regions = (cut.unbind() for cut in regions(inputs))
     number = count()
 

@@ -1,4 +1,4 @@
-"""torch.compile on the index copy: once with the caches as flat arguments, once with the view inside, which is a trap."""
+"""torch.compile on the index copy: with the caches as flat arguments, and with the view inside, a trap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kvnb.copies.base import Step
     from kvnb.problem.inputs import Inputs
 
-RECOMPILE_LIMIT = 256  # one code object serves every row width and layout of a run; past the limit: an error, never eager
+RECOMPILE_LIMIT = (
+    256  # one code object serves every row width and layout of a run; past the limit: an error, never eager
+)
 TRAP = Case(256, cache_bytes=256 * MIB)  # compile_view is shown in this problem only, whatever the cache's size
 
 
@@ -78,7 +80,7 @@ def _first_call(function, *tensors, tokens: int) -> None:
 
 
 def bind_compile(inputs: Inputs) -> Step:
-    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; guards included in eager and host)"""
+    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; eager and host pay its guards)"""
     policy, size, flat = inputs.policy, inputs.case.block_size, inputs.case.layout == "NHD"
     function = _compiled_for(inputs, _assign_rows if flat else _assign_by_block)
     see = flat_rows if flat else lambda t: t

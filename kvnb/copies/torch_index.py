@@ -20,7 +20,7 @@ POLICIES = (*NULL, *ON_STEP)
 
 
 def placed(slot_mapping: Tensor, policy: str) -> tuple[Tensor, Tensor | None]:
-    """(slots, kept): slot_mapping as an index copy may use it, and which tokens it stands for (None: the first ones)."""
+    """(slots, kept): slot_mapping as an index copy may use it, and the tokens it stands for (None: the first)."""
     import torch
 
     if policy == "remap":
@@ -39,7 +39,7 @@ def tokens_of(rows: Tensor, count: int, kept: Tensor | None) -> Tensor:
 
 
 def flat_rows(t: Tensor) -> Tensor:
-    """`[num_tokens, heads, head_size]` as `[num_tokens, heads * head_size]`, or a cache as `[num_slots, ...]`: views."""
+    """`[num_tokens, heads, head_size]` as `[num_tokens, heads * head_size]`; a cache as `[num_slots, ...]`."""
     return t.view(-1 if t.dim() == 4 else t.shape[0], t.shape[-2] * t.shape[-1])
 
 
@@ -124,7 +124,7 @@ def bind_scatter(inputs: Inputs) -> Step:
 
 
 def bind_index_put_packed(inputs: Inputs) -> Step:
-    """K and V in one launch: the packed cache seen as `[block, offset, head, 2, head_size]`, the fused projection likewise"""
+    """K and V in one launch: packed cache and projection seen as `[..., head, 2, head_size]`"""
     case, policy = inputs.case, inputs.policy
     size, heads, head_size = case.block_size, case.num_kv_heads, case.head_size
     cache = inputs.storage[0].view(case.num_blocks, heads, size, 2, head_size).permute(0, 2, 1, 3, 4)
@@ -185,10 +185,36 @@ def on_step_policy(case: Case, policy: str) -> bool:
 
 BOTH = ("cuda", "cpu")
 COPIES = (
-    Copy("torch.index_put", "torch", (*POLICIES, "last_slot"), bind_index_put, BOTH, supports=no_graph_of_filter, steps=indexes_in_step),
+    Copy(
+        "torch.index_put",
+        "torch",
+        (*POLICIES, "last_slot"),
+        bind_index_put,
+        BOTH,
+        supports=no_graph_of_filter,
+        steps=indexes_in_step,
+    ),
     Copy("torch.index_copy", "torch", POLICIES, bind_index_copy, BOTH, supports=nhd_only, steps=on_step_policy),
     Copy("torch.scatter", "torch", POLICIES, bind_scatter, BOTH, supports=nhd_only, steps=on_step_policy),
-    Copy("torch.index_put_wide", "torch", POLICIES, bind_index_put_wide, BOTH, supports=_wide_rows, steps=indexes_in_step),
-    Copy("torch.index_copy_wide", "torch", POLICIES, bind_index_copy_wide, BOTH, supports=_wide_flat_rows, steps=on_step_policy),
-    Copy("torch.index_put_packed", "torch", POLICIES, bind_index_put_packed, BOTH, supports=_one_fused_row, steps=indexes_in_step),
+    Copy(
+        "torch.index_put_wide", "torch", POLICIES, bind_index_put_wide, BOTH, supports=_wide_rows, steps=indexes_in_step
+    ),
+    Copy(
+        "torch.index_copy_wide",
+        "torch",
+        POLICIES,
+        bind_index_copy_wide,
+        BOTH,
+        supports=_wide_flat_rows,
+        steps=on_step_policy,
+    ),
+    Copy(
+        "torch.index_put_packed",
+        "torch",
+        POLICIES,
+        bind_index_put_packed,
+        BOTH,
+        supports=_one_fused_row,
+        steps=indexes_in_step,
+    ),
 )

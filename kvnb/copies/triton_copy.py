@@ -42,7 +42,9 @@ def _kernel():
             block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             tl.store(key_cache + block * key_block + offset * key_slot + head * key_cache_head + within, k, mask=in_key)
             tl.store(
-                value_cache + block * value_block + offset * value_slot + head * value_cache_head + within, v, mask=in_value
+                value_cache + block * value_block + offset * value_slot + head * value_cache_head + within,
+                v,
+                mask=in_value,
             )
 
     return copy_kernel

@@ -1,4 +1,4 @@
-"""The tensors of a case: caches in their layout, source sets, slot sets. The one factory for checks, timers and tests."""
+"""The tensors of a case: caches in their layout, source sets, slot sets. One factory for checks, timers, tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Inputs:
         return replace(self, policy=policy, slots=slot_sets.place_padding(unplaced, self.case, policy))
 
 
-def make(case: Case, device: str | torch.device, *, policy: str = "skip", source_sets: int = 1, slot_count: int = 1) -> Inputs:
+def make(
+    case: Case, device: str | torch.device, *, policy: str = "skip", source_sets: int = 1, slot_count: int = 1
+) -> Inputs:
     """Fresh inputs of `case` on `device`, reproducible from `case.seed`; caches are poisoned.
 
     Raises torch.OutOfMemoryError where the case does not fit.
@@ -57,9 +59,15 @@ def make(case: Case, device: str | torch.device, *, policy: str = "skip", source
 
 
 def make_caches(case: Case, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """Uninitialised caches of a case: (flat storage, key_cache, value_cache), both caches logical views of the storage."""
+    """Uninitialised caches of a case: (flat storage, key_cache, value_cache), the caches as views of it."""
     dtype = getattr(torch, case.dtype)
-    blocks, size, heads, k, v = case.num_blocks, case.block_size, case.num_kv_heads, case.head_size, case.value_head_size
+    blocks, size, heads, k, v = (
+        case.num_blocks,
+        case.block_size,
+        case.num_kv_heads,
+        case.head_size,
+        case.value_head_size,
+    )
     if case.layout == "packed":
         flat = torch.empty(blocks * heads * size * (k + v), dtype=dtype, device=device)
         key_cache, value_cache = flat.view(blocks, heads, size, k + v).transpose(1, 2).split([k, v], dim=-1)

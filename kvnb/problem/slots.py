@@ -106,7 +106,9 @@ def validate(slot_mapping: torch.Tensor, num_slots: int, num_tokens: int) -> Non
     if slot_mapping.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slot_mapping is {slot_mapping.dtype}, must be torch.int64 or torch.int32")
     if slot_mapping.dim() != 1 or slot_mapping.shape[0] > num_tokens:
-        raise ValueError(f"slot_mapping has shape {list(slot_mapping.shape)}, must be [n] with n at most {num_tokens} tokens")
+        raise ValueError(
+            f"slot_mapping has shape {list(slot_mapping.shape)}, must be [n] with n at most {num_tokens} tokens"
+        )
     beyond = (slot_mapping >= num_slots).nonzero()
     if len(beyond):
         position = int(beyond[0])
