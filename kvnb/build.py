@@ -228,7 +228,7 @@ def _cuda_home() -> Path:
         if (Path(home) / "bin" / "nvcc").is_file() and any((folder / "cuda_runtime.h").is_file() for folder in headers):
             return Path(home)
     raise BuildError(
-        f"no nvcc found (CUDA_HOME, PATH, /usr/local/cuda): install CUDA {torch.version.cuda}'s toolkit or set CUDA_HOME"
+        f"no CUDA toolkit with nvcc (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA {torch.version.cuda} one or set CUDA_HOME"
     )
 
 

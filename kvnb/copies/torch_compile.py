@@ -80,7 +80,7 @@ def _first_call(function, *tensors, tokens: int) -> None:
 
 
 def bind_compile(inputs: Inputs) -> Step:
-    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; eager and host pay its guards)"""
+    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; eager and host include guards)"""
     policy, size, flat = inputs.policy, inputs.case.block_size, inputs.case.layout == "NHD"
     function = _compiled_for(inputs, _assign_rows if flat else _assign_by_block)
     see = flat_rows if flat else lambda t: t
