@@ -228,7 +228,8 @@ def _cuda_home() -> Path:
         if (Path(home) / "bin" / "nvcc").is_file() and any((folder / "cuda_runtime.h").is_file() for folder in headers):
             return Path(home)
     raise BuildError(
-        f"no CUDA toolkit with nvcc (CUDA_HOME, PATH, /usr/local/cuda): install the CUDA {torch.version.cuda} one or set CUDA_HOME"
+        "no CUDA toolkit with nvcc and headers (CUDA_HOME, PATH, /usr/local/cuda): "
+        f"install CUDA {torch.version.cuda}'s or set CUDA_HOME"
     )
 
 

@@ -148,9 +148,7 @@ class Expectation:
         for cut, which in zip(limits.regions(self.inputs), (0, 1), strict=True):
             last = limits.contiguous_bytes(self.calls[-1][which])
             if not (cut == last).all(1).any():
-                raise WrongCopy(
-                    f"{copy.name}: no region of the {('key', 'value')[which]} storage holds the last rows"
-                )
+                raise WrongCopy(f"{copy.name}: no region of the {('key', 'value')[which]} storage holds the last rows")
 
     def _first_wrong_row(self, call_number: int) -> str:
         inputs, case = self.inputs, self.inputs.case

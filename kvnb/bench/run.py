@@ -110,7 +110,7 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
     done = {int(part.stem) for part in parts.glob("*.parquet")}
     workers = [Worker(number, settings) for number in range(settings.workers)]
     try:
-        about = workers[0].machine
+        about = workers[0].greet()
         first = _first_row(parts)
         run_id, utc = (first["run_id"], first["utc"]) if first else (uuid.uuid4().hex[:12], about["utc"])
         if first:
@@ -187,9 +187,16 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
         self._process.start()
         theirs.close()
-        kind, self.machine = self._pipe.recv()
-        if kind == "failed":
-            raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
+        self._greeted = False
+
+    def greet(self) -> dict:
+        """Wait until the process is ready; returns the machine columns that it found."""
+        if not self._greeted:
+            kind, self.machine = self._pipe.recv()
+            if kind == "failed":
+                raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
+            self._greeted = True
+        return self.machine
 
     def measure(self, number: int, case: Case, bar: tqdm) -> list[dict]:
         """Rows of a case. A cell that kills the process or its device becomes an error row; the rest is tried anew."""
@@ -197,6 +204,7 @@ class Worker:
         skip: set[tuple] = set()
         while True:
             progress = bar.n
+            self.greet()
             self._pipe.send((case, number * self.settings.workers + self.number, skip))
             rows, failed = self._receive(case, bar)
             if failed is None:

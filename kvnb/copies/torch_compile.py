@@ -80,7 +80,7 @@ def _first_call(function, *tensors, tokens: int) -> None:
 
 
 def bind_compile(inputs: Inputs) -> Step:
-    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; eager and host include guards)"""
+    """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic)"""
     policy, size, flat = inputs.policy, inputs.case.block_size, inputs.case.layout == "NHD"
     function = _compiled_for(inputs, _assign_rows if flat else _assign_by_block)
     see = flat_rows if flat else lambda t: t
@@ -139,5 +139,7 @@ COPIES = (
         "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"), supports=_compilable,
         steps=lambda case, policy: case.layout != "NHD" or policy == "remap",
     ),
-    Copy("torch.compile_view", "compile", NULL, bind_compile_view, ("cuda", "cpu"), supports=_trap_only),
+    Copy(
+        "torch.compile_view", "compile", NULL, bind_compile_view, ("cuda", "cpu"), ("eager", "wall"), supports=_trap_only,
+    ),
 )  # fmt: skip
