@@ -48,12 +48,12 @@ GRAPH_BYTES = 10  # a graph moves this many times the L2 where LEAST_CALLS and M
 LEAST_CALLS, MOST_CALLS = 4, 128  # calls in a graph
 MOST_SETS = 512  # source sets of state cold
 BATCH_CALLS = 32  # calls behind a sample of host, well below the depth of the launch queue, and slot sets of eager
-BATCH_SECONDS = 1e-3  # least length of a sample of eager and wall
+BATCH_SECONDS = 0.5e-3  # least length of a sample of eager and wall
 MOST_BATCH_SECONDS = 0.1  # length beyond which a batch gets fewer calls
 SLOPE_BELOW = 10e-6  # s per call under which timer graph takes the slope
 SAMPLES = 3  # samples per visit,
 LONG_SECONDS = 10e-3  # and 1 where a sample lasts longer than this
-FILL_NS, PROBE_NS = 300_000, 50_000  # clock probes: while the host fills the queue; after the batch
+FILL_NS, PROBE_NS = 200_000, 50_000  # clock probes: while the host fills the queue; after the batch
 SETTLED, SETTLE_SECONDS = 0.99, 2.0  # preamble: until the clock is within 1 % of the best, at most so long
 
 
@@ -317,6 +317,7 @@ class GraphTimed(Timed):
             self.longer = self._capture(self.longer_rows)
         if seconds * calls > LONG_SECONDS:
             self.samples = 1
+        self.verify()
 
     def _calls(self, rows: Sequence[int]) -> list[Callable[[], object]]:
         if self.cell.part == "step":
@@ -408,28 +409,20 @@ class EagerTimed(Timed):
             self.calls = [self._call(writes[row], i) for i, row in enumerate(self.rows)]
         self._next = 0
         self.repeats = 1
-        self._shorten(self._verify_first())
+        self._shorten()
+        self.verify()
         if cell.timer in ("eager", "wall"):
             batch = self._batch() * len(self.calls)
             self.repeats = max(1, ceil(BATCH_SECONDS / max(batch, 1e-9)))
             if batch > LONG_SECONDS:
                 self.samples = 1
 
-    def _verify_first(self) -> float:
-        """Hold one call to the bits before any batch; returns its seconds."""
+    def _shorten(self) -> None:
+        """Keep a batch of a very slow copy (one that touches the whole cache, say) under MOST_BATCH_SECONDS."""
         start = self.bench.now()
         self.calls[0]()
         self.bench.synchronize()
-        seconds = self.bench.now() - start
-        rows, calls = self.rows, self.calls
-        self.rows, self.calls = rows[:1], calls[:1]
-        self.verify()
-        self.rows, self.calls = rows, calls
-        return seconds
-
-    def _shorten(self, seconds: float) -> None:
-        """Keep a batch of a very slow copy (one that touches the whole cache, say) under MOST_BATCH_SECONDS."""
-        count = max(1, int(MOST_BATCH_SECONDS / max(seconds, 1e-9)))
+        count = max(1, int(MOST_BATCH_SECONDS / max(self.bench.now() - start, 1e-9)))
         self.rows, self.calls = self.rows[:count], self.calls[:count]
 
     def _batch(self) -> float:
@@ -544,7 +537,6 @@ def measure_case(
 
 def _ready(stage: Stage, cell: Cell, plan: Plan) -> Timed:
     timed = (GraphTimed if cell.timer == "graph" else EagerTimed)(stage, cell, plan)
-    timed.verify()
     if timed.launches is None and cell.timer != "wall" and cell.policy != "filter":
         timed.launches = stage.bench.capture([timed.calls[0]]).nodes
     return timed

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvnb.copies.base import Step
     from kvnb.problem.inputs import Inputs
 
+MOST_REGIONS = 4096  # regions that calls rotate over
 LIMIT_SOURCES = (*SOURCES, paths.CSRC / "limits.cu")
 
 
@@ -32,7 +33,8 @@ def regions(inputs: Inputs) -> tuple[Tensor, Tensor]:
     cut = []
     for half, size in zip(halves, (case.head_size, case.value_head_size), strict=True):
         flat, length = half.view(torch.uint8), max(1, rows * size)
-        cut.append(flat[: flat.numel() // length * length].view(-1, length))
+        whole = min(MOST_REGIONS, flat.numel() // length) * length
+        cut.append(flat[:whole].view(-1, length))
     return cut[0], cut[1]
 
 
