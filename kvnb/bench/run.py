@@ -26,6 +26,7 @@ from kvnb.bench import results
 from kvnb.copies.base import TIMERS
 from kvnb.problem.case import Case, grid, timings
 
+STOP_SECONDS = 10  # for a worker to end by itself
 SAME_MACHINE = ("gpu_uuid", "cpu", "torch", "kvnb_commit")  # what a resumed run must share with its first part
 
 
@@ -235,14 +236,16 @@ class Worker:
             if kind == "visit":
                 at, share = content
                 bar.set_description(f"{case}, {at['copy']}", refresh=False)
-                bar.update(share)
+                bar.update(min(share, bar.total - bar.n))
             elif kind == "rows":
                 return content[0], None
             else:
                 return [], content[0]
 
     def stop(self) -> None:
+        """End the process: it leaves when the pipe closes, and is made to if it does not."""
         self._pipe.close()
+        self._process.join(STOP_SECONDS)
         self._process.terminate()
         self._process.join()
 
