@@ -172,6 +172,19 @@ def test_a_compiler_that_fails_gives_its_own_last_words(cache, tmp_path):
     assert "no such thing as C++" in message
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="told from the ELF file's needed libraries")
+def test_a_compiler_that_hides_its_runtime_is_refused_until_another_is_chosen(cache, tmp_path):
+    """Exceptions of a library with a C++ runtime of its own would end Python, not reach it."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\n" + real_compiler().replace('"$@"', '"$@" -static-libstdc++'))
+    compiler.chmod(0o755)
+    for _ in range(2):  # what the first try left behind must not pass for a finished build
+        message = refusal("build.load_for('cpu')", cache, CXX=str(compiler))
+        assert message.startswith(f"{compiler} links the C++ runtime statically")
+        assert "set CXX" in message
+    run(USE, cache, CXX=shutil.which("c++"))
+
+
 @pytest.mark.parametrize("left", ["nothing", "all but bindings.cpp"])
 def test_without_csrc_the_message_says_to_clone(cache, tmp_path, left):
     csrc = tmp_path / "csrc"
@@ -242,6 +255,9 @@ def fake_nvcc(folder: Path, release: str) -> None:
     nvcc.parent.mkdir(parents=True, exist_ok=True)
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
     nvcc.chmod(0o755)
+    header = folder / "toolkit" / "include" / "cuda_runtime.h"
+    header.parent.mkdir(exist_ok=True)
+    header.touch()
 
 
 def test_a_fitting_toolkit_is_taken(gpu_machine):
@@ -276,10 +292,12 @@ def test_a_gpu_before_sm_75_is_named(gpu_machine, monkeypatch):
         build.load_for("cuda")
 
 
-def test_a_missing_nvcc_is_named(gpu_machine, monkeypatch):
+@pytest.mark.parametrize("lacks", ["nvcc", "cuda_runtime.h"])
+def test_a_missing_toolkit_is_named(gpu_machine, monkeypatch, lacks):
+    """nvcc alone, as some containers have it, compiles nothing."""
     is_file = Path.is_file
-    monkeypatch.setattr(Path, "is_file", lambda path: path.name != "nvcc" and is_file(path))
-    with pytest.raises(build.BuildError, match=r"no nvcc found .*install the CUDA 13.0 toolkit or set CUDA_HOME"):
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name != lacks and is_file(path))
+    with pytest.raises(build.BuildError, match=r"no CUDA toolkit with nvcc .*install .*CUDA 13\.0.*set CUDA_HOME"):
         build.load_for("cuda")
 
 

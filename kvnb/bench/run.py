@@ -193,7 +193,14 @@ class Worker:
     def greet(self) -> dict:
         """Wait until the process is ready; returns the machine columns that it found."""
         if not self._greeted:
-            kind, self.machine = self._pipe.recv()
+            try:
+                kind, self.machine = self._pipe.recv()
+            except (EOFError, ConnectionError):
+                self._process.join()
+                raise RuntimeError(
+                    f"worker {self.number} died while it started (exit code {self._process.exitcode}); a script that "
+                    "calls kvnb.measure() does so under `if __name__ == '__main__':`"
+                ) from None
             if kind == "failed":
                 raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
             self._greeted = True
@@ -205,6 +212,9 @@ class Worker:
         skip: set[tuple] = set()
         while True:
             progress = bar.n
+            if self._greeted and not self._process.is_alive():  # killed while others measured
+                self.stop()
+                self._start()
             self.greet()
             self._pipe.send((case, number * self.settings.workers + self.number, skip))
             rows, failed = self._receive(case, bar)

@@ -1,0 +1,308 @@
+"""A run on the CPU: wrong values are refused before anything is written, a killed run goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from tqdm import tqdm
+
+import kvnb
+from kvnb import paths
+from kvnb.bench import results
+from kvnb.bench import run as runs
+from kvnb.bench.run import Settings, Worker, cells_of
+from kvnb.copies import REGISTRY
+from kvnb.problem.case import CASE_FIELDS, MIB, Case, grid
+
+SMALL = Case(4, 2, 16, cache_bytes=MIB)
+SETTINGS = Settings("cpu", "quick", ["torch.index_put"], ["wall"], workers=1, rounds=2, copies_from=None)
+ASKED = {"device": "cpu", "grid": "quick", "timers": "wall", "workers": 1, "rounds": 1}
+ASKED |= {"copies": ["limit.copy.memcpy", "torch.index_copy"]}  # index_copy is unsupported in half of the cases
+
+MY_COPIES = '''
+"""Copies that take their process along, each in its own way, and one that works."""
+import os
+from kvnb import copies
+from kvnb.bench import timing
+from kvnb.copies import REGISTRY, Copy
+
+def bind_fine(inputs):
+    """index_put under another name"""
+    return REGISTRY["torch.index_put"].bind(inputs)
+
+def bind_dies(inputs):
+    return lambda slots: lambda key, value: os._exit(7)
+
+def bind_loses_the_device(inputs):
+    def lost(bench):
+        raise RuntimeError("device-side assert")
+
+    def write(key, value):
+        timing.Cpu.synchronize = lost
+        raise RuntimeError("an illegal memory access was encountered")
+
+    return lambda slots: write
+
+for name, bind in (("dies", bind_dies), ("loses", bind_loses_the_device), ("fine", bind_fine)):
+    copies.register(Copy(f"mine.{name}", "yours", ("null_slot",), bind, ("cpu",)))
+'''
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Copies that a test registers are gone after it."""
+    before = dict(REGISTRY)
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Whoever starts a worker fails."""
+
+    def start(*_):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(Worker, "_start", start)
+
+
+@contextmanager
+def worker(settings: Settings):
+    made = Worker(0, settings)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+# ------------------------------------------------------------------------------------------------------- wrong values
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"device": "cuda:99"}, r"device 'cuda:99' is not here; valid: auto, cpu"),
+        ({"grid": "quik"}, r"grid 'quik' is not one of quick, full"),
+        ({"copies": ["kvnb", "kvmb"]}, r"copies kvmb: valid are all, kvnb, .*torch\.index_put"),
+        ({"copies": []}, r"copies \(none\): valid are all"),
+        ({"timers": "graphs"}, r"timers graphs: valid are all, graph, call, host, eager, wall"),
+        ({"workers": 0}, r"workers = 0 must be at least 1"),
+        ({"rounds": -1}, r"rounds = -1 must be at least 1"),
+        ({"copies_from": "nowhere.py"}, r"copies_from: .*nowhere\.py does not exist"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_is_refused_with_the_valid_ones_before_anything_is_written(wrong, message, tmp_path, no_process):
+    with pytest.raises(ValueError, match=message):
+        kvnb.measure(**ASKED | wrong, path=tmp_path / "runs" / "r.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------- which cells a case gets
+
+
+def test_all_copies_get_a_cell_or_a_reason():
+    cells, rows = cells_of(Case(8, layout="packed"), Settings(**vars(SETTINGS) | {"copies": list(REGISTRY)}))
+    measured, refused = {cell.copy.name for cell in cells}, {row["copy"] for row in rows}
+    assert measured | refused == set(REGISTRY)
+    assert not measured & refused
+    assert {cell.timer for cell in cells} == {"wall"}
+    assert all(row["status"] == "unsupported" and row["reason"] for row in rows)
+    assert next(row["reason"] for row in rows if row["copy"] == "vllm.scalar") == "runs on cuda, not on cpu"
+
+
+def test_a_step_that_works_is_a_cell_of_its_own():
+    def parts(layout: str) -> list[str]:
+        return [cell.part for cell in cells_of(Case(8, layout=layout), SETTINGS)[0]]
+
+    assert (parts("packed"), parts("NHD")) == (["write", "step"], ["write"])
+
+
+def test_timers_that_were_not_asked_for_have_no_cells(monkeypatch):
+    monkeypatch.setattr(runs, "timings", lambda *_: (("graph", "produced"), ("call", "cold"), ("eager", "produced")))
+    asked = Settings(**vars(SETTINGS) | {"device": "cuda:0", "timers": ["call", "eager"]})
+    cells, _ = cells_of(Case(8, layout="packed"), asked)
+    assert [(cell.part, cell.timer, cell.state) for cell in cells] == [
+        ("write", "call", "cold"),
+        ("write", "eager", "produced"),
+        ("step", "eager", "produced"),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+def test_copies_that_take_the_process_along_cost_their_own_cells(tmp_path):
+    mine = tmp_path / "my_copies.py"
+    mine.write_text(MY_COPIES)
+    names = ["mine.dies", "torch.index_put", "mine.loses", "mine.fine"]
+    asked = Settings(**vars(SETTINGS) | {"copies": names, "copies_from": str(mine)})
+    kvnb.copies.load_from(mine)
+    with worker(asked) as one, tqdm(total=2, disable=True) as bar:
+        rows = one.measure(0, SMALL, bar)
+        again = one.measure(1, Case(5, 2, 16, cache_bytes=MIB), bar)
+    for found in (rows, again):
+        failed = {row["copy"]: row["reason"] for row in found if row["status"] == "error"}
+        assert failed == {
+            "mine.dies": "the worker process died (exit code 7)",
+            "mine.loses": "RuntimeError: an illegal memory access was encountered",
+        }
+        fine = [row for row in found if row["status"] == "ok"]
+        assert len(found) == len(fine) + 2
+        for name in ("torch.index_put", "mine.fine"):
+            assert {row["round"] for row in fine if row["copy"] == name} == {0, 1}
+        assert {row["worker"] for row in found} == {0}
+    assert {row["num_tokens"] for row in again} == {5}
+    about = {"run_id": "r", "schema_version": results.SCHEMA_VERSION, "grid": "quick"} | one.machine
+    assert results._table([{**row, **about} for row in rows]).num_rows == len(rows)
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path):
+    asked = Settings(**vars(SETTINGS) | {"copies_from": str(tmp_path / "gone.py")})
+    message = r"worker 0 could not start: .*gone\.py does not exist"
+    with worker(asked) as one, pytest.raises(RuntimeError, match=message):
+        one.greet()
+
+
+def test_a_worker_that_was_killed_while_others_measured_is_replaced():
+    with worker(SETTINGS) as one, tqdm(total=1, disable=True) as bar:
+        one.greet()
+        one._process.kill()
+        one._process.join()
+        assert {row["status"] for row in one.measure(0, SMALL, bar)} == {"ok"}
+
+
+def test_a_worker_that_dies_while_it_starts_says_so(tmp_path):
+    (tmp_path / "mine.py").write_text("import os\nos._exit(3)")
+    asked = Settings(**vars(SETTINGS) | {"copies_from": str(tmp_path / "mine.py")})
+    with worker(asked) as one, pytest.raises(RuntimeError, match=r"worker 0 died while it started \(exit code 3\)"):
+        one.greet()
+
+
+def test_what_no_worker_can_measure_is_one_row_of_no_worker():
+    reason = {"status": "unsupported", "reason": "runs on cuda"}
+    cell = {"copy": "c", "policy": "skip", "part": "write", "timer": "wall", "state": "produced"}
+    error = {"status": "error", "reason": "RuntimeError: no"}
+    rows = [cell | outcome | {"worker": number} for number in range(3) for outcome in (reason, error)]
+    rows += [cell | reason | {"timer": "graph", "worker": 2}]
+    kept = runs._once(rows)
+    assert [(row["timer"], row["worker"]) for row in kept if row["status"] == "unsupported"] == [
+        ("wall", -1),
+        ("graph", -1),
+    ]
+    assert [row["worker"] for row in kept if row["status"] == "error"] == [0, 1, 2]
+
+
+# -------------------------------------------------------------------------------------------------- killed and resumed
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """The folder of a run that was killed when its first part was there; its workers must end by themselves."""
+    path = tmp_path_factory.mktemp("killed") / "r.parquet"
+    code = f"import kvnb\nif __name__ == '__main__':\n    kvnb.measure(**{ASKED}, path={str(path)!r})\n"
+    script = path.with_name("measuring.py")
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(paths.ROOT)}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+    first = path.with_suffix(".parts") / "0000.parquet"
+    while not first.exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)  # ends when the last worker has let go of stderr
+    assert not path.exists()
+    return path.with_suffix(".parts")
+
+
+@pytest.fixture
+def cut_off(killed, tmp_path) -> Path:
+    """Where the killed run was to be published, its parts beside it."""
+    shutil.copytree(killed, tmp_path / "r.parts")
+    return tmp_path / "r.parquet"
+
+
+def test_a_killed_run_goes_on_where_it_stopped(cut_off, monkeypatch):
+    part = cut_off.with_suffix(".parts") / "0000.parquet"
+    first = kvnb.load(part)
+    assert not kvnb.cells(first).empty
+    assert set(first["num_tokens"]) == {grid("quick", "cpu")[0].num_tokens}
+    done = {int(found.stem) for found in part.parent.glob("*.parquet")}
+    measured = []
+    measure = Worker.measure
+    monkeypatch.setattr(
+        Worker, "measure", lambda self, number, *rest: measured.append(number) or measure(self, number, *rest)
+    )
+
+    assert kvnb.measure(**ASKED, path=cut_off) == cut_off
+
+    assert measured == [number for number in range(len(grid("quick", "cpu"))) if number not in done]
+    samples = kvnb.load(cut_off)
+    assert samples["run_id"].nunique() == samples["utc"].nunique() == 1
+    assert first["run_id"][0] == samples["run_id"][0]
+    assert not samples.duplicated([*CASE_FIELDS, "copy", *results.CELL_FIELDS, "worker", "round", "sample"]).any()
+    found = {tuple(case) for case in samples[[*CASE_FIELDS]].itertuples(index=False)}
+    assert found == {tuple(case.fields().values()) for case in grid("quick", "cpu")}
+    unsupported = samples[samples["status"] == "unsupported"]
+    assert set(unsupported["layout"]) == {"packed"}
+    assert set(unsupported["worker"]) == {-1}
+    assert len(unsupported) == sum(case.layout == "packed" for case in grid("quick", "cpu"))
+    assert set(samples["status"]) == {"ok", "unsupported"}
+    assert not cut_off.with_suffix(".parts").exists()
+
+
+def test_a_complete_run_is_returned_as_it_is(cut_off, monkeypatch, no_process):
+    monkeypatch.setattr(paths, "LOCAL", cut_off.parent)
+    shutil.move(cut_off.with_suffix(".parts") / "0000.parquet", cut_off)
+    before = cut_off.read_bytes()
+    assert kvnb.measure(**ASKED, run="r") == cut_off
+    assert cut_off.read_bytes() == before
+
+
+def test_a_file_that_is_no_run_is_not_taken_for_one(tmp_path, no_process):
+    path = tmp_path / "r.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(results.RunFileError, match="r.parquet is not a complete parquet file"):
+        kvnb.measure(**ASKED, path=path)
+
+
+def refused(path: Path, message: str, **asked) -> None:
+    """Resuming `path` is refused, and leaves its parts as they are."""
+    parts = path.with_suffix(".parts")
+    before = {part.name: part.read_bytes() for part in sorted(parts.iterdir())}
+    with pytest.raises(ValueError, match=message):
+        kvnb.measure(**ASKED | asked, path=path)
+    assert {part.name: part.read_bytes() for part in sorted(parts.iterdir())} == before
+    assert not path.exists()
+
+
+def test_a_run_that_asks_for_something_else_is_not_mixed_in(cut_off, no_process):
+    asked = r'holds a run that was cut off and asked for .*"rounds": 1.*resume it with these, choose another run name'
+    refused(cut_off, f"(?s){asked}", rounds=2)
+
+
+@pytest.mark.parametrize("column", ["torch", "cpu", "kvnb_commit"])
+def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch):
+    part = cut_off.with_suffix(".parts") / "0000.parquet"
+    samples = kvnb.load(part)
+    about = {name: samples[name][0] for name in results.MACHINE_FIELDS}
+    results.save(samples.assign(**{column: "another"}), part)
+    monkeypatch.setattr(Worker, "_start", lambda self: None)
+    monkeypatch.setattr(Worker, "stop", lambda self: None)
+    monkeypatch.setattr(Worker, "greet", lambda self: about)
+    refused(cut_off, f"was begun with {column} 'another', this is '.*': resume it there, choose another run name")
+
+
+def test_a_run_that_another_process_measures_is_left_alone(cut_off, no_process):
+    with FileLock(cut_off.with_suffix(".parts") / "lock"):
+        refused(cut_off, "another process measures into .*r.parquet; wait for it or choose another run name")
