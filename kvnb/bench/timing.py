@@ -12,7 +12,7 @@ States (what the caches hold before a call; sized by the bytes a call touches, n
   produced  K and V in L2, as the kernel that made them leaves them; slots rotate over 3 x L2 and more
   cold      sources rotate over 3 x L2 and more, too
   resident  the same call again; only where all it touches fits in a quarter of L2
-host, eager and wall rotate over at most BATCH_CALLS (wall: MOST_SETS) slot sets: small calls find some of them in cache.
+host, eager and wall rotate over at most BATCH_CALLS (wall: MOST_SETS) slot sets: small calls find some in cache.
 
 Slots rotate without larger graphs: a graph reads its slot sets from fixed buffers, and the next sets are copied into
 those before every replay. Timer `call` reaches its states by reading a buffer of 2 x L2 (a flush by writing would
