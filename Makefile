@@ -69,16 +69,16 @@ record: set-up ## measure a record of this GPU: data/recorded/<gpu>/<date>_<grid
 	@$(RUNNER) -m kvnb record $(measuring) $(call option,RUN,run)
 
 readme: set-up ## splice the newest record's answer into README.md
-	@$(RUNNER) -m kvnb readme
+	@$(RUNNER) -m cogapp -r README.md
 
 lint: set-up ## lint, layers, stripped notebooks, README
 	@$(RUNNER) -m pytest tests/test_lint.py tests/test_layers.py
 
 needs: python ## on an offline host: list in NEEDS=needs.txt what PYTHON lacks
-	@$(PYTHON) -m kvnb.wheels needs --out '$(NEEDS)'
+	@$(PYTHON) -m kvnb.wheels needs '$(NEEDS)'
 
 wheelhouse: python ## elsewhere: fetch what NEEDS=needs.txt lists into WHEELS=wheelhouse
-	@$(PYTHON) -m kvnb.wheels fetch '$(NEEDS)' --to '$(or $(WHEELS),wheelhouse)'
+	@$(PYTHON) -m kvnb.wheels fetch '$(NEEDS)' '$(or $(WHEELS),wheelhouse)'
 
 clean: ## remove .venv, build/ and caches; never data/ or reports/
 	rm -rf .venv build kvnb.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import inspect
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -18,28 +17,7 @@ import typer
 from kvnb import paths
 from kvnb.report import parameters
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="The paged KV-cache copy, measured.",
-)
-
-
-def measuring(command: Callable | None = None, **defaults: object) -> Callable:
-    """A command that takes what 02_measure takes, by the same table; `defaults` differ from the table's."""
-    if command is None:
-        return lambda command: measuring(command, **defaults)
-    options = []
-    for row in parameters.TABLES["02_measure"]:
-        default = defaults.get(row.name, row.default)
-        kind = int if int in row.types else str if default is not None else str | None
-        metavar = "NAME,NAME" if list in row.types else None
-        typed = Annotated[kind, typer.Option(help=row.help, metavar=metavar)]
-        options.append(inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed))
-    command.__signature__ = inspect.Signature(options)
-    command.__annotations__ = {option.name: option.annotation for option in options}
-    return command
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @contextmanager
@@ -52,63 +30,82 @@ def refusing() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _checked(values: dict[str, object]) -> dict[str, object]:
-    """What 02_measure takes, from what was typed. Raises ValueError for a wrong value or an absent device."""
-    for name in ("copies", "timers"):
+def measuring(*left_out: str, **defaults: object) -> Callable:
+    """Makes command(values) one of the app that takes what 02_measure takes, by the same table, checked before."""
+    options = []
+    for row in parameters.TABLES["02_measure"]:
+        default = defaults.get(row.name, row.default)
+        kind = int if isinstance(default, int) else str if default else str | None
+        option = Annotated[kind, typer.Option(help=row.help, metavar="NAME,NAME" if row.several else None)]
+        options.append(inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option))
+
+    def decorate(command: Callable) -> Callable:
+        def checked(**values: object) -> None:
+            with refusing():
+                _check(values)
+            command(values)
+
+        checked.__signature__ = inspect.Signature([option for option in options if option.name not in left_out])
+        return app.command(command.__name__, help=command.__doc__)(checked)
+
+    return decorate
+
+
+def _check(values: dict) -> None:
+    """Split typed lists of names. Raises ValueError for a wrong value or an absent device."""
+    for name in {"copies", "timers"} & values.keys():
         if values[name] != "all":
-            values[name] = [part.strip() for part in str(values[name]).split(",")]
-    if values["copies_from"]:
-        values["copies_from"] = str(Path(str(values["copies_from"])).resolve())
-    values["run"] = values["run"] or f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}_{values['grid']}"
+            values[name] = [part.strip() for part in values[name].split(",")]
     parameters.check("02_measure", values)
     from kvnb import machine
 
-    machine.resolve_device(str(values["device"]))
-    return values
+    machine.resolve_device(values["device"])
 
 
-def _announce(values: dict[str, object]) -> None:
+def _name(values: dict, name: str = "") -> str:
+    """The run's name as the user has it, or `name`, or one of now; said, so that it can be resumed."""
+    values["run"] = values["run"] or name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{values['grid']}"
     print(f"kvnb: run {values['run']}; if it is cut short, RUN={values['run']} goes on with it", file=sys.stderr)
+    return values["run"]
 
 
-def _from_root(path: Path) -> str:
+def _from_root(path: Path | str) -> str:
     """A path as notebooks of a report take it: they run in the repository's root."""
-    path = path.resolve()
-    return path.relative_to(paths.ROOT).as_posix() if path.is_relative_to(paths.ROOT) else str(path)
+    return Path(os.path.relpath(path, paths.ROOT)).as_posix()
 
 
-@app.command()
-@measuring
-def report(**typed: object) -> None:
+@measuring()
+def report(values: dict) -> None:
     """Run the notebooks here and write reports/<run>/index.html, recorded runs beside the live one."""
-    with refusing():
-        values = _checked(typed)
-        name = str(values["run"])
-        if name == "latest" or (paths.RECORDED / name).is_dir():
-            owner = "a link" if name == "latest" else "the recorded runs"
-            raise ValueError(f"run: reports/{name} is kept for {owner}; choose another name")
-    if values["copies_from"]:
-        values["copies_from"] = _from_root(Path(values["copies_from"]))
-    from kvnb.report import pages
+    from kvnb.report import answers, pages
     from kvnb.report.execute import execute
 
+    with refusing():
+        if values["run"] == "latest" or (paths.RECORDED / (values["run"] or "?")).is_dir():
+            raise ValueError(f"run: reports/{values['run']} is kept for a link or a record; choose another name")
+    name = _name(values)
+    if values["copies_from"]:
+        values["copies_from"] = _from_root(values["copies_from"])
     folder = paths.REPORTS / name
-    _announce(values)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # yours, not the project's
     outcomes = [execute("01_copies", {}, folder), execute("02_measure", values, folder)]
-    runs = [path for path in (paths.LOCAL / f"{name}.parquet", *pages.recorded().values()) if path.is_file()]
+    runs = [path for path in (paths.LOCAL / f"{name}.parquet", *answers.recorded().values()) if path.is_file()]
     outcomes.append(execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
-    _publish(folder, outcomes, runs)
+    index = pages.report(folder, outcomes, runs)
+    fresh = paths.REPORTS / f".latest.{os.getpid()}"
+    fresh.symlink_to(name)
+    os.replace(fresh, paths.REPORTS / "latest")
+    _tell(index, outcomes, runs)
 
 
 @app.command()
 def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/recorded")] = None) -> None:
     """Render the recorded runs into reports/<gpu>/: needs no GPU, writes the same bytes every time."""
-    from kvnb.report import pages
+    from kvnb.report import answers, pages
     from kvnb.report.execute import execute
 
-    recorded = pages.recorded()
+    recorded = answers.recorded()
     with refusing():
         if not recorded:
             raise ValueError("no run is recorded yet; `make record` measures one on a GPU")
@@ -118,22 +115,16 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
         folder = paths.REPORTS / name
         outcome = execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)
         pages.figure(folder, recorded[name])
-        _publish(folder, [outcome], [recorded[name]], link=False)
+        _tell(pages.report(folder, [outcome], [recorded[name]]), [outcome], [recorded[name]])
 
 
-def _publish(folder: Path, outcomes: list, runs: list[Path], link: bool = True) -> None:
-    """Pages, index and the `latest` link; prints the verdicts. Exit code 1 where a notebook failed."""
-    from kvnb.bench import results
-    from kvnb.report import answers, pages
+def _tell(index: Path, outcomes: list, runs: list[Path]) -> None:
+    """Print the verdicts, what failed, and where the report is. Exit code 1 where a notebook failed."""
+    from kvnb.report import answers
 
-    index = pages.report(folder, outcomes, runs)
-    if link:
-        fresh = paths.REPORTS / f".latest.{os.getpid()}"
-        fresh.symlink_to(folder.name)
-        os.replace(fresh, paths.REPORTS / "latest")
     for path in runs:
-        samples = results.load(path)
-        print("", answers.headline(samples), *(f"  - {sentence}" for sentence in answers.sentences(samples)), sep="\n")
+        run = answers.load(path)
+        print("", answers.headline(run), *(f"  - {sentence}" for sentence in answers.sentences(run)), sep="\n")
     failed = [outcome for outcome in outcomes if outcome.failure]
     for outcome in failed:
         print(f"\n{outcome.name} failed:", *outcome.failure, sep="\n  ", file=sys.stderr)
@@ -142,48 +133,36 @@ def _publish(folder: Path, outcomes: list, runs: list[Path], link: bool = True) 
         raise typer.Exit(1)
 
 
-@app.command()
-@measuring
-def measure(**typed: object) -> None:
+@measuring()
+def measure(values: dict) -> None:
     """Measure only: write data/local/<run>.parquet, or go on with the one that is there."""
-    with refusing():
-        _measure(_checked(typed))
+    _name(values)
+    _measure(values)
 
 
-@app.command()
-@measuring(grid="full")
-def record(**typed: object) -> None:
+@measuring("copies", "timers", "copies_from", grid="full")
+def record(values: dict) -> None:
     """Measure a record of this GPU for others: data/recorded/<gpu>/<date>_<grid>_<commit>.parquet."""
-    with refusing():
-        values = {**_checked(dict(typed)), "run": typed["run"]}
-        if values["copies"] != "all" or values["timers"] != "all" or values["copies_from"]:
-            raise ValueError("a record takes all copies and all timers of this checkout; `kvnb measure` takes some")
-        from kvnb import machine
+    from kvnb import machine
 
-        facts = machine.describe(machine.resolve_device(str(values["device"])))
+    facts = machine.describe(machine.resolve_device(values["device"]))
+    with refusing():
         if not facts["gpu"]:
             raise ValueError("device: a record is a GPU's, and this one is a CPU; `kvnb measure` writes to data/local")
-        if facts["dirty"]:
-            print("kvnb: kvnb/ or csrc/ have uncommitted changes, and the record will say so", file=sys.stderr)
-        commit = facts["kvnb_commit"].removeprefix("tree-")[:7]
-        values["run"] = values["run"] or f"{facts['utc'][:10]}_{values['grid']}_{commit}"
-        _measure(values, paths.RECORDED / gpu_folder(facts["gpu"]) / f"{values['run']}.parquet")
+    if facts["dirty"]:
+        print("kvnb: kvnb/ or csrc/ have uncommitted changes, and the record will say so", file=sys.stderr)
+    commit = facts["kvnb_commit"].removeprefix("tree-")[:7]
+    name = _name(values, f"{facts['utc'][:10]}_{values['grid']}_{commit}")
+    _measure(values, paths.RECORDED / gpu_folder(facts["gpu"]) / f"{name}.parquet")
 
 
-def _measure(values: dict[str, object], path: Path | None = None) -> None:
+def _measure(values: dict, path: Path | None = None) -> None:
     from kvnb.bench import run
 
-    _announce(values)
-    print(run.measure(**values, path=path))
+    with refusing():
+        print(run.measure(**values, path=path))
 
 
 def gpu_folder(gpu: str) -> str:
     """A GPU's name as the folder of its records: "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" is rtx-4090."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\b(nvidia|geforce|tesla)\b", "", gpu.lower())).strip("-")
-
-
-@app.command()
-def readme() -> None:
-    """Splice the newest records' answers into README.md."""
-    done = subprocess.run([sys.executable, "-m", "cogapp", "-r", "README.md"], cwd=paths.ROOT, check=False)
-    raise typer.Exit(done.returncode)

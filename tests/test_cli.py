@@ -28,13 +28,13 @@ def nothing_written(tmp_path, monkeypatch):
     [
         (["report", "--grid", "ful"], "did you mean full?"),
         (["report", "--copies", "kvnb,torch.index_pt"], "did you mean torch.index_put?"),
-        (["report", "--run", "latest"], "reports/latest is kept for a link"),
+        (["report", "--run", "latest"], "reports/latest is kept for"),
         (["measure", "--timers", "grph"], "did you mean graph?"),
         (["measure", "--device", "cuda:99"], "valid: auto, cpu"),
         (["measure", "--workers", "0"], "must be at least 1"),
         (["measure", "--copies-from", "nowhere.py"], "nowhere.py does not exist"),
         (["record", "--device", "cpu"], "a record is a GPU's"),
-        (["record", "--device", "cpu", "--copies", "kvnb"], "a record takes all copies"),
+        (["record", "--device", "cpu", "--copies", "kvnb"], "No such option: --copies"),
         (["render", "--gpu", "h9000"], "no run is recorded yet"),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_run_may_not_take_a_records_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "RECORDED", tmp_path)
     (tmp_path / "h200").mkdir()
     result = run("report", "--run", "h200", "--device", "cpu")
-    assert (result.exit_code, "kept for the recorded runs" in result.output) == (2, True)
+    assert (result.exit_code, "reports/h200 is kept for" in result.output) == (2, True)
 
 
 def test_an_unknown_option_is_refused():

@@ -1,36 +1,45 @@
 """The only maker of sentences and tables with numbers: notebooks, pages, README, terminal and alt texts take them here.
 
-Every function takes the samples of one run on one machine (kvnb.load of one file) and remembers its results per
-DataFrame object: do not change one in place. The headline is part `write`, no padding, state `produced`, timer `graph`
+Everything is about one run on one machine. The headline is part `write`, no padding, state `produced`, timer `graph`
 (a CPU run: `wall`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import results, stats
-from kvnb.problem.models import MODELS, Model
+from kvnb.problem.models import MODELS
 
 OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
 BEST, PYTORCH = "fastest PyTorch", ("torch", "compile")  # BEST: in each cell, the fastest copy of these families
 VLLM = "vLLM's 2024 design, rewritten"
 LABELS = {"vllm.scalar": f"vllm.scalar ({VLLM})", ISSUE: f"{ISSUE} (the issue's)"}
-COLUMNS = (BEST, ISSUE, "torch.compile", "triton", "vllm.scalar")  # of the verdict table: what a page has room for
+MAIN = (BEST, ISSUE, "torch.compile", "triton", "vllm.scalar")  # of verdict tables that have to be short
 LINE = ["layout", "num_kv_heads", "head_size", "value_head_size", "block_size", "dtype", "source", "slots"]
 USUAL = {"dtype": "bfloat16", "source": "contiguous", "slots": "random", "block_size": 16}  # not spelt out in names
 REGIMES = ("decode", "mixed", "prefill")
 LAYERS = 32  # that share one `step` in the step figure: Llama-3.1-8B's
 NOTE = (
     f"A speedup of 2 says that kvnb takes half the time. The {BEST} copy is chosen anew in each cell, compiled ones "
-    f"included. A verdict needs a margin of 2 %, or the run's noise floor where that is larger. vllm.scalar is {VLLM}: "
-    "until vLLM's wheels are measured, no verdict is drawn on vLLM."
+    "included. FASTER and SLOWER need an interval beyond the margin, which is 2 % or the run's noise floor where that "
+    f"is larger; a noise floor above {100 * stats.WIDEST_SAME:.0f} % hides what is smaller, and SAME is not said then. "
+    f"vllm.scalar is {VLLM}: until vLLM's wheels are measured, no verdict is drawn on vLLM."
 )
+
+
+def recorded() -> dict[str, Path]:
+    """GPU folder -> its newest recorded run: grid full, or quick where there is no full one."""
+    folders = sorted(path.name for path in paths.RECORDED.glob("*/"))
+    newest = {name: results.newest(name, "full") or results.newest(name, "quick") for name in folders}
+    return {name: path for name, path in newest.items() if path}
 
 
 def find_runs(runs: str | Iterable[str | Path] = "newest") -> list[Path]:
@@ -40,95 +49,73 @@ def find_runs(runs: str | Iterable[str | Path] = "newest") -> list[Path]:
     """
     if runs != "newest":
         return [Path(run) for run in runs]
-    found = sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime)[-1:]
-    gpus = sorted(path.name for path in paths.RECORDED.glob("*/"))
-    found += [path for gpu in gpus if (path := results.newest(gpu, "full") or results.newest(gpu, "quick"))]
-    if not found:
-        raise ValueError("no run in data/local or data/recorded: measure one first (02_measure, or `make measure`)")
-    return found
+    local = sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime)[-1:]
+    if found := [*local, *recorded().values()]:
+        return found
+    raise ValueError("no run in data/local or data/recorded: measure one first (02_measure, or `make measure`)")
 
 
 # -- what a run holds
 
 
-class _Run:
-    """A DataFrame as a cache key: by identity."""
+class Run:
+    """The samples of one run, and what sentences, tables and figures take from them. Raises ValueError for several."""
 
     def __init__(self, samples: pd.DataFrame) -> None:
-        self.samples = samples
+        if (runs := samples["run_id"].nunique()) != 1:
+            raise ValueError(f"these samples are of {runs} runs: load the file of one")
+        self.samples, self.first = samples, samples.iloc[0]
+        self.machine = self.first["gpu"] or f"{self.first['cpu']}, {_count(self.first['threads'], 'thread')}"
+        self.timer = "graph" if self.first["gpu"] else "wall"
+        self.where = {"part": "write", "padding": 0, "timer": self.timer, "state": "produced"}
+        self.layouts = list(samples["layout"].unique())
+        self.copies = sorted({*samples.loc[samples["family"] != "limit", "copy"]} - {OURS})
+        self.every_cell = stats.cells(samples)
+        self.line = self._line()
+        self.against = cache(self._against)
 
-    def __hash__(self) -> int:
-        return id(self.samples)
+    def cells(self, **where: object) -> pd.DataFrame:
+        """Finished cells whose columns equal `where`: the headline's, unless `where` says otherwise."""
+        return rows_of(self.every_cell, self.where | {"status": "ok"} | where)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Run) and self.samples is other.samples
+    def _line(self) -> dict:
+        """The line (columns LINE) that figures show: most like 8x128 bfloat16 NHD, then with most sizes."""
+        table = self.cells()
+        usual = {"layout": "NHD", "num_kv_heads": 8, "head_size": 128, "value_head_size": 128, **USUAL}
+        like = (table[list(usual)] == pd.Series(usual)).sum(axis=1)
+        lines = table.assign(like=like).groupby(LINE).agg({"like": "first", "num_tokens": "nunique"})
+        best = lines.sort_values(["like", "num_tokens"]).index[-1:]
+        return dict(zip(LINE, best[0] if len(best) else [None] * len(LINE)))
+
+    def _against(self, other: str) -> pd.DataFrame:
+        """stats.compare of kvnb with `other` (a copy or BEST) in the headline's cells, `b` naming it; may be empty."""
+        head = rows_of(self.samples, self.where)
+        if {OURS, other} <= set(head["copy"]):
+            return stats.compare(head, OURS, other).sort_values([*LINE, "num_tokens"], ignore_index=True)
+        names = head.loc[head["family"].isin(PYTORCH), "copy"].unique() if other == BEST else []
+        if tables := [table for name in sorted(names) if len(table := self.against(name))]:
+            rows = pd.concat(tables, ignore_index=True)
+            fastest = rows.loc[rows.groupby(stats.PLACE, sort=False)["speedup"].idxmin()]
+            return fastest.sort_values([*LINE, "num_tokens"], ignore_index=True)
+        return pd.DataFrame(columns=[*stats.PLACE, "a", "b", "speedup", "low", "high", "margin", "verdict"])
 
 
-def machine(samples: pd.DataFrame) -> str:
-    """GPU or CPU of the run. Raises ValueError for samples of several runs or machines."""
-    for name in ("run_id", "gpu_uuid", "cpu"):
-        if (values := samples[name].nunique(dropna=False)) != 1:
-            raise ValueError(f"these samples hold {values} values of {name}: give those of one run")
-    first = samples.iloc[0]
-    return first["gpu"] or f"{first['cpu']}, {_count(first['threads'], 'thread')}"
+@cache
+def load(path: str | Path) -> Run:
+    """The run in a file: a complete one never changes."""
+    return Run(results.load(path))
 
 
-def headline_timer(samples: pd.DataFrame) -> str:
-    return "graph" if samples["gpu"].iloc[0] else "wall"
-
-
-@lru_cache(maxsize=8)
-def _cells(run: _Run) -> pd.DataFrame:
-    machine(run.samples)
-    return stats.cells(run.samples)
-
-
-def _rows(table: pd.DataFrame, where: dict) -> pd.DataFrame:
+def rows_of(table: pd.DataFrame, where: dict) -> pd.DataFrame:
     """The rows whose columns equal `where`."""
     return table[(table[list(where)] == pd.Series(where)).all(axis=1)]
 
 
-def _headline(samples: pd.DataFrame) -> dict:
-    return {"part": "write", "padding": 0, "timer": headline_timer(samples), "state": "produced"}
+# -- how numbers and names read
 
 
-def cells(samples: pd.DataFrame, **where: object) -> pd.DataFrame:
-    """Rows of stats.cells that equal `where`; the headline's, unless `where` says otherwise."""
-    return _rows(_cells(_Run(samples)), _headline(samples) | where)
-
-
-def against(samples: pd.DataFrame, other: str) -> pd.DataFrame:
-    """stats.compare of kvnb with `other` (a copy or BEST) in the headline's cells, `b` naming it; may be empty."""
-    return _against(_Run(samples), other)
-
-
-@lru_cache(maxsize=256)
-def _against(run: _Run, other: str) -> pd.DataFrame:
-    machine(run.samples)
-    head = _rows(run.samples, _headline(run.samples))
-    if other == BEST:
-        names = sorted(head.loc[head["family"].isin(PYTORCH), "copy"].unique())
-        tables = [table for name in names if len(table := _against(run, name))]
-    else:
-        tables = [stats.compare(head, OURS, other)] if {OURS, other} <= set(head["copy"]) else []
-    if not tables:
-        return pd.DataFrame(columns=[*stats.PLACE, "a", "b", "speedup", "low", "high", "margin", "verdict", "reason"])
-    rows = pd.concat(tables, ignore_index=True)
-    fastest = rows.groupby(stats.PLACE, sort=False)["speedup"].idxmin()
-    return rows.loc[fastest].sort_values([*LINE, "num_tokens"], ignore_index=True)
-
-
-def reference(samples: pd.DataFrame) -> dict:
-    """The line (columns LINE) that figures show: most like 8x128 bfloat16 NHD, then with most sizes; {} if none is."""
-    table = cells(samples, status="ok")
-    table = table[table["family"] != "limit"]
-    usual = {"layout": "NHD", "num_kv_heads": 8, "head_size": 128, "value_head_size": 128, **USUAL}
-    like = (table[list(usual)] == pd.Series(usual)).sum(axis=1)
-    lines = table.assign(like=like).groupby(LINE).agg({"like": "first", "num_tokens": "nunique"})
-    return dict(zip(LINE, lines.sort_values(["like", "num_tokens"]).index[-1], strict=True)) if len(lines) else {}
-
-
-# -- how numbers read
+def label(copy: str) -> str:
+    return LABELS.get(copy, copy)
 
 
 def times(ratio: float) -> str:
@@ -138,45 +125,29 @@ def times(ratio: float) -> str:
 
 def duration(seconds: float) -> str:
     """Three digits, in us, ms or s."""
-    if pd.isna(seconds):
-        return "not measured"
     scale, unit = next(((s, u) for s, u in ((1e6, "us"), (1e3, "ms")) if abs(seconds) * s < 1000), (1, "s"))
     return f"{times(seconds * scale)} {unit}"
 
 
 def line_name(row: dict | pd.Series, layout: bool = False) -> str:
     """`8x128`, then what is unusual about the line, then its layout."""
-    heads = f"{row['num_kv_heads']}x{row['head_size']}"
-    if row["value_head_size"] != row["head_size"]:
-        heads += f"/{row['value_head_size']}"
+    value = f"/{row['value_head_size']}" if row["value_head_size"] != row["head_size"] else ""
     words = {"slots": "{} slots", "block_size": "blocks of {}"}
     odd = [words.get(name, "{}").format(row[name]) for name, usual in USUAL.items() if row[name] != usual]
-    return " ".join([heads, *odd, *[row["layout"]] * layout])
+    return " ".join([f"{row['num_kv_heads']}x{row['head_size']}{value}", *odd, *[row["layout"]] * layout])
 
 
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def _mean(rows: pd.DataFrame) -> tuple[pd.Series, str]:
-    """Geometric mean of `against` rows, and in words how many cells it is over and how they spread."""
+def _speedup(rows: pd.DataFrame, cells: bool = True) -> str:
+    """Geometric mean of `against` rows: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
     mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
+    told = f"{times(mean['speedup'])} [{times(mean['low'])}, {times(mean['high'])}] {mean['verdict']}"
     spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
-    return mean, _count(len(rows), "cell") + spread
-
-
-def _ratio(rows: pd.DataFrame, whom: str, remark: str = "") -> str:
-    mean, spread = _mean(rows)
-    interval = f"95 % interval {times(mean['low'])} to {times(mean['high'])}"
-    return f"{times(mean['speedup'])} times as fast as {whom} ({mean['verdict']}; {interval}; {spread}{remark})"
-
-
-def _cell(rows: pd.DataFrame) -> str:
-    """`2.10 [2.05, 2.15] FASTER; 9 cells from 0.60 to 3.10, 2 SLOWER`."""
-    mean, spread = _mean(rows)
     lost = (rows["verdict"] == "SLOWER").sum()
-    lost = f", {lost} SLOWER" if lost else ""
-    return f"{times(mean['speedup'])} [{times(mean['low'])}, {times(mean['high'])}] {mean['verdict']}; {spread}{lost}"
+    return f"{told} ({_count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told
 
 
 # -- sentences
@@ -190,153 +161,142 @@ def _losses(rows: pd.DataFrame) -> str:
     worst = lost.loc[lost["speedup"].idxmin()]
     where = f"{worst['b']}, {_count(worst['num_tokens'], 'token')} of {line_name(worst, layout=True)}"
     much = f"by up to {times(1 / worst['speedup'])} times ({where})"
-    return f"PyTorch is faster in {len(lost)} of {_count(len(rows), 'cell')}, {much}; "
+    return f"PyTorch is faster in {len(lost)} of {_count(len(rows), 'cell')}, {much}, "
 
 
 def flips(rows: pd.DataFrame) -> list[tuple[int, str]]:
-    """(tokens, text) wherever the verdict of `against` turns to or from SLOWER along a line of sizes."""
-    found = []
+    """(tokens, text) wherever the verdict of `against` turns to or from SLOWER along lines of sizes."""
+    found: dict[tuple[int, str], list[str]] = {}
     for _, line in rows.sort_values("num_tokens").groupby(LINE, sort=True):
-        name, tokens = line_name(line.iloc[0]), line["num_tokens"].tolist()
-        slower = line["verdict"].eq("SLOWER").tolist()
-        if slower[0]:
-            found.append((tokens[0], f"{name} is PyTorch's from {_count(tokens[0], 'token')}"))
-        for i in range(1, len(tokens)):
+        sizes, slower = [0, *line["num_tokens"]], [False, *(line["verdict"] == "SLOWER")]
+        for i in range(1, len(sizes)):
             if slower[i] != slower[i - 1]:
-                whose, between = "PyTorch" if slower[i] else "kvnb", f"{tokens[i - 1]:,} and {tokens[i]:,} tokens"
-                found.append((tokens[i], f"{name} turns to {whose} between {between}"))
-    return found
+                where = f"between {sizes[i - 1]:,} and {sizes[i]:,} tokens" if i > 1 else "from the fewest tokens on"
+                turn = f"turns to {'PyTorch' if slower[i] else 'kvnb'} {where}"
+                found.setdefault((sizes[i], turn), []).append(line_name(line.iloc[0]))
+    return [(tokens, f"{turn} for {', '.join(names)}") for (tokens, turn), names in sorted(found.items())]
 
 
-def headline(samples: pd.DataFrame) -> str:
+def headline(run: Run) -> str:
     """The issue's second TODO answered in two sentences: does PyTorch's copy outperform the hand-written kernel?"""
-    best, issue = against(samples, BEST), against(samples, ISSUE)
-    where = f"{machine(samples)}, timer {headline_timer(samples)}, state produced"
+    best, issue = run.against(BEST), run.against(ISSUE)
+    where = f"{run.machine}, timer {run.timer}, state produced"
     if best.empty:
         return f"{where}: no answer, as no cell holds both kvnb and a PyTorch copy."
-    first = _losses(best) or "PyTorch is faster in no cell; "
-    second = _ratio(issue, f"{ISSUE}, the spelling of the issue") if len(issue) else f"not compared with {ISSUE}"
-    first += f"all in all the hand-written kvnb is {_ratio(best, f'the {BEST} copy')}"
-    return f"{where}, margin {best['margin'].max():.1%}: {first}. It is {second}."
+    ours, theirs = (
+        ", ".join(f"{_speedup(cells, cells=False)} in {regime}" for regime, cells in rows.groupby("regime"))
+        for rows in (best, issue)
+    )
+    margin = best["margin"].max()
+    noise = f"a noise floor of {margin:,.0%} hides smaller differences" if margin > stats.WIDEST_SAME else ""
+    won = f"{(best['verdict'] == 'FASTER').sum()} of {_count(len(best), 'cell')}"
+    first = f"{_losses(best) or 'PyTorch is faster in no cell, '}kvnb in {won}"
+    first += f"; its speedup over the {BEST} copy is {ours}"
+    second = f"Over {ISSUE}, the spelling of the issue, it is {theirs or 'not measured'}"
+    return f"{where}, {noise or f'margin {margin:.1%}'}: {first}. {second}."
 
 
-def sentences(samples: pd.DataFrame) -> list[str]:
+def sentences(run: Run) -> list[str]:
     """One sentence per regime and layout, those with losses first: kvnb against BEST and ISSUE, and where it flips."""
-    best, issue = against(samples, BEST), against(samples, ISSUE)
     told = []
-    for layout in cells(samples)["layout"].unique():
-        turns = flips(_rows(best, {"layout": layout}))
-        for regime in REGIMES:
-            here, there = (_rows(rows, {"layout": layout, "regime": regime}) for rows in (best, issue))
-            turned = [text for tokens, text in turns if stats.regime_of(tokens) == regime]
-            told.append((not _losses(here), f"{regime.capitalize()}, {layout}: {_sentence(here, there, turned)}"))
-    return [text for _, text in sorted(told, key=lambda pair: pair[0])]
+    for layout in run.layouts:
+        best, issue = (rows_of(run.against(other), {"layout": layout}) for other in (BEST, ISSUE))
+        for regime, cells in best.groupby("regime"):
+            theirs = rows_of(issue, {"regime": regime})
+            theirs = _speedup(theirs) if len(theirs) else "not measured"
+            turns = [text for tokens, text in flips(best) if stats.regime_of(tokens) == regime]
+            ours = f"kvnb's speedup over the {BEST} copy, mostly {cells['b'].mode()[0]}, is {_speedup(cells)}"
+            losses = _losses(cells).removesuffix(", ")
+            text = "; ".join(filter(None, [losses, f"{ours}, over {ISSUE} {theirs}", *turns]))
+            told.append(f"{regime.capitalize()}, {layout}: {text}.")
+    return sorted(told, key=lambda text: "PyTorch is faster" not in text)
 
 
-def _sentence(best: pd.DataFrame, issue: pd.DataFrame, turned: list[str]) -> str:
-    if best.empty:
-        return "not measured in this run for both kvnb and a PyTorch copy."
-    ours = _ratio(best, f"the {BEST} copy", f"; mostly {best['b'].mode()[0]}")
-    theirs = _ratio(issue, ISSUE) if len(issue) else f"{ISSUE} was not measured"
-    return f"{_losses(best)}kvnb is {ours} and {theirs}{''.join('; ' + text for text in turned)}."
-
-
-def summary_markdown(samples: pd.DataFrame) -> str:
-    """Headline, sentences, verdict table and note, for README and terminal."""
-    table = verdict_table(samples)
-    rows = [table.columns, ["---"] * len(table.columns), *table.to_numpy()]
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join([headline(samples), "", *[f"- {text}" for text in sentences(samples)], "", *lines, "", NOTE])
+def summary_markdown(run: Run) -> str:
+    """Headline, sentences, verdict table and note, for README."""
+    table = verdict_table(run)
+    lines = ["| " + " | ".join(row) + " |" for row in [table.columns, ["---"] * len(table.columns), *table.to_numpy()]]
+    return "\n".join([headline(run), "", *[f"- {text}" for text in sentences(run)], "", *lines, "", NOTE])
 
 
 # -- tables
 
 
-def verdict_table(samples: pd.DataFrame, columns: Iterable[str] = COLUMNS) -> pd.DataFrame:
-    """Regime, layout, and per copy the geometric mean of kvnb's speedup over it: `2.10 [2.05, 2.15] FASTER; ...`."""
-    places = [(regime, layout) for regime in REGIMES for layout in cells(samples)["layout"].unique()]
-    table = pd.DataFrame(places, columns=["regime", "layout"])
-    for other in columns:
-        told = {key: _cell(rows) for key, rows in against(samples, other).groupby(["regime", "layout"])}
-        table[LABELS.get(other, other)] = [told.get(place, "not measured") for place in places]
-    return table
-
-
-def every_copy(samples: pd.DataFrame) -> pd.DataFrame:
-    """Layout, copy, and the cells of verdict_table per regime, for all copies of the run but kvnb and the limits."""
-    names = sorted(samples.loc[(samples["family"] != "limit") & (samples["copy"] != OURS), "copy"].unique())
-    told = verdict_table(samples, names).melt(["regime", "layout"], var_name="copy", value_name="verdict")
-    table = told.pivot(index=["layout", "copy"], columns="regime", values="verdict").reset_index()
-    return table.reindex(columns=["layout", "copy", *REGIMES]).rename_axis(columns=None)
-
-
-def limits_table(samples: pd.DataFrame) -> pd.DataFrame:
-    """Copies on the reference line: at the fewest tokens in empty launches, at the most in GB/s and % of limit.copy."""
-    table = cells(samples, status="ok", **reference(samples)).sort_values("num_tokens")
-    launch = table.loc[table["copy"] == "limit.launch", "seconds"].min()
-    table = table[~table["copy"].str.startswith("limit.launch") & (table["copy"] != stats.NOISE[0])]
+def verdict_table(run: Run, copies: Iterable[str] = MAIN) -> pd.DataFrame:
+    """Layout, copy, and per regime kvnb's speedup over it as a geometric mean: `2.10 [2.05, 2.15] FASTER (...)`."""
     rows = []
-    for name, line in table.groupby("copy"):
-        least, most = line.iloc[0], line.iloc[-1]
-        rows.append({
-            "copy": LABELS.get(name, name),
-            "fewest tokens": f"{least['num_tokens']:,}",
-            "take": duration(least["seconds"]),
-            "in empty launches": "" if pd.isna(launch) else times(least["seconds"] / launch),
-            "most tokens": f"{most['num_tokens']:,}",
-            "need": duration(most["seconds"]),
-            "GB/s": f"{most['gbps']:,.0f}",
-            "% of limit.copy": "" if pd.isna(most["limit_percent"]) else f"{most['limit_percent']:.1f}",
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+    for layout, copy in itertools.product(run.layouts, copies):
+        regimes = rows_of(run.against(copy), {"layout": layout}).groupby("regime")
+        rows.append({"layout": layout, "copy": label(copy)} | {regime: _speedup(cells) for regime, cells in regimes})
+    table = pd.DataFrame(rows, columns=["layout", "copy", *REGIMES]).dropna(subset=list(REGIMES), how="all")
+    return table.dropna(axis="columns", how="all").fillna("not measured")
 
 
-def worth(samples: pd.DataFrame, models: Iterable[Model] = MODELS) -> pd.DataFrame:
+def limits_table(run: Run) -> pd.DataFrame:
+    """Copies on one line: at the fewest tokens in empty launches, at the most in GB/s and % of limit.copy."""
+    table = run.cells(**run.line).sort_values("num_tokens")
+    launch = table.loc[table["copy"] == "limit.launch", "seconds"].min()
+    copies = table[~table["copy"].str.match(r"limit\.(launch|event)|kvnb\.again")].groupby("copy")
+    least, most = copies.head(1).set_index("copy").sort_index(), copies.tail(1).set_index("copy").sort_index()
+    columns = {
+        "copy": least.index.map(label),
+        "fewest tokens": least["num_tokens"].map("{:,}".format),
+        "take": least["seconds"].map(duration),
+        "in empty launches": (least["seconds"] / launch).map(times),
+        "most tokens": most["num_tokens"].map("{:,}".format),
+        "need": most["seconds"].map(duration),
+        "GB/s": most["gbps"].map("{:,.0f}".format),
+        "% of limit.copy": most["limit_percent"].map("{:.1f}".format),
+    }
+    return pd.DataFrame(columns).replace("nan", "").reset_index(drop=True)
+
+
+def worth(run: Run) -> pd.DataFrame:
     """What kvnb saves in a decode step over BEST and ISSUE (negative: loses), against the time to read the weights.
 
     Saved per step: the difference x layers. Weights: weight_bytes over the largest GB/s of limit.copy in the run, as if
     one device held the model; no step takes less. A row per model, measured decode size of its heads, and rival.
     """
-    done = cells(samples, status="ok")
-    bandwidth = 1e9 * done.loc[done["copy"].str.startswith("limit.copy"), "gbps"].max()
-    rows = []
-    for model in models:
+    best, issue = run.against(BEST), run.against(ISSUE)
+    rivals = pd.concat([best.assign(rival=best["b"] + " (fastest)"), issue.assign(rival=ISSUE)])
+    bytes_per_s = 1e9 * run.cells()["gbps"][run.cells()["copy"].str.startswith("limit.copy")].max()
+    tables = []
+    for model in MODELS:
         heads = {"num_kv_heads": model.num_kv_heads, "head_size": model.head_size, "value_head_size": model.head_size}
-        line = reference(samples) | heads
-        seconds = _rows(done, line).set_index(["num_tokens", "copy"])["seconds"]
-        weights = model.weight_bytes / bandwidth
-        for other in (BEST, ISSUE):
-            rivals = _rows(against(samples, other), line | {"regime": "decode"})
-            for tokens, name, verdict in rivals[["num_tokens", "b", "verdict"]].itertuples(index=False):
-                saved = seconds[tokens, name] - seconds[tokens, OURS]
-                rows.append({
-                    "model": model.name,
-                    "tokens": tokens,
-                    "kvnb": duration(seconds[tokens, OURS]),
-                    "rival": f"{name} (fastest)" if other == BEST else name,
-                    "verdict": verdict,
-                    "saved per layer": duration(saved),
-                    "saved per step": duration(saved * model.layers),
-                    "weights": duration(weights),
-                    "share": f"{saved * model.layers / weights:z.1%}".replace("nan%", "not measured"),
-                })  # fmt: skip
-    return pd.DataFrame(rows)
+        cells = rows_of(rivals, run.line | heads | {"regime": "decode"})
+        ours = cells["num_tokens"].map(run.cells(copy=OURS, **run.line | heads).set_index("num_tokens")["seconds"])
+        saved, weights = ours * (cells["speedup"] - 1), model.weight_bytes / bytes_per_s
+        columns = {
+            "model": model.name,
+            "tokens": cells["num_tokens"],
+            "rival": cells["rival"],
+            "verdict": cells["verdict"],
+            "saved per layer": saved.map(duration),
+            "saved per step": (saved * model.layers).map(duration),
+            "weights": duration(weights),
+            "share": (saved * model.layers / weights).map("{:z.1%}".format),
+        }
+        tables.append(pd.DataFrame(columns))
+    return pd.concat(tables).replace("nan.*", "not measured", regex=True)
 
 
-def not_ok(samples: pd.DataFrame) -> pd.DataFrame:
-    """Every cell without a time, counted by copy, status and reason."""
-    table = _cells(_Run(samples))
-    return table[table["status"] != "ok"].groupby(["copy", "status", "reason"]).size().rename("cells").reset_index()
+def not_ok(run: Run) -> pd.DataFrame:
+    """Cells without a time, counted by status and reason; reasons that differ in numbers only are one, the first."""
+    bad = run.every_cell[run.every_cell["status"] != "ok"].replace({"copy": LABELS})
+    groups = bad.groupby(["status", bad["reason"].str.replace(r"\d[\d.,]*", "#", regex=True)])
+    table = groups.agg(cells=("copy", "size"), copies=("copy", lambda copies: ", ".join(sorted(set(copies)))),
+                       first_reason=("reason", "first"))  # fmt: skip
+    return table.droplevel(1).reset_index().rename(columns={"first_reason": "first reason"})
 
 
-def provenance(samples: pd.DataFrame) -> pd.DataFrame:
+def provenance(run: Run) -> pd.DataFrame:
     """Machine, versions, method and noise of the run: columns what, value."""
-    first, done = samples.iloc[0], samples[samples["status"] == "ok"]
-    floors = [f"{row.floor:.1%} ({row.timer}, {row.state})" for row in stats.noise_floor(samples).itertuples()]
-    failed = not_ok(samples).groupby(["status", "reason"])["cells"].sum()
+    first, done = run.first, run.samples[run.samples["status"] == "ok"]
+    floors = [f"{row.floor:.1%} ({row.timer}, {row.state})" for row in stats.noise_floor(run.samples).itertuples()]
+    failed = not_ok(run).groupby("status")["cells"].sum()
     known = done["throttled"].dropna()
     facts = {
-        "machine": machine(samples),
+        "machine": run.machine,
         "driver, CUDA": f"{first['driver']}, {first['cuda']}" if first["gpu"] else "no GPU",
         "torch, Python": f"{first['torch']}, {first['python']}",
         "kvnb": f"{first['kvnb_commit']}{' with uncommitted changes' if first['dirty'] else ''}",
@@ -344,83 +304,64 @@ def provenance(samples: pd.DataFrame) -> pd.DataFrame:
         "samples": f"{len(done):,}: {done['worker'].nunique()} workers x up to {done['round'].nunique()} rounds",
         "noise floor": ", ".join(floors) or "not measured",
         "throttled": f"{(known != '').mean():.1%} of samples" if len(known) else "not known",
-        "cells without a time": "; ".join(f"{n} {key[0]} ({key[1]})" for key, n in failed.items()) or "none",
+        "cells without a time": ", ".join(f"{n} {status}" for status, n in failed.items()) or "none",
     }
     return pd.DataFrame(facts.items(), columns=["what", "value"])
 
 
 # -- what figures show, and their alt texts
 
-MISSING = {
-    "latency": "This run holds no finished cell to draw.",
-    "limit": f"No cell of this line moves {stats.LIMIT_BYTES / 1e6:.0f} MB, the least that limit.copy is quoted for.",
-    "heads": "This run holds no PyTorch copy to compare kvnb with.",
-    "eager": "This run was not timed both eagerly and in a CUDA graph.",
-    "step": "This run holds no copy whose work per model step was timed on its own.",
+
+FIGURES = {  # title, the column that is drawn, and what a run needs for it
+    "latency": ("Time of one copy of K and V", "seconds", "a finished cell"),
+    "limit": ("Percent of the speed of limit.copy", "limit_percent", "cells that move 32 MB"),
+    "heads": (f"Speedup of kvnb over the {BEST} copy", "speedup", "a PyTorch copy"),
+    "eager": ("Time in a CUDA graph and eagerly", "seconds", "copies timed in both ways"),
+    "step": ("Time per layer, by layers that share a step", "seconds", "a copy whose step was timed"),
 }
 
 
-def figure_data(figure: str, samples: pd.DataFrame) -> pd.DataFrame:
-    """The rows that a figure of plots.py draws, on the reference line; empty where the run has none."""
-    if figure not in MISSING:
-        raise ValueError(f"no figure {figure!r}; there are {', '.join(MISSING)}")
-    line = reference(samples)
-    table = cells(samples, status="ok", **line)
-    if not line:
-        return table.iloc[:0]
+def figure_data(figure: str, run: Run) -> pd.DataFrame:
+    """The rows that a figure draws, `panel` saying where; empty where the run has none."""
     if figure == "heads":
-        return _rows(against(samples, BEST), {name: line[name] for name in LINE if name != "num_kv_heads"})
-    if figure == "limit":
-        table = cells(samples, status="ok", **{name: line[name] for name in LINE if name != "layout"})
-        table = table[table["limit_percent"].notna() & (table["family"] != "limit")]
+        return rows_of(run.against(BEST), {name: value for name, value in run.line.items() if name != "num_kv_heads"})
+    any_layout = {name: value for name, value in run.line.items() if name != "layout"}
+    if figure == "latency":
+        table = run.cells(**run.line).assign(panel="").query("copy != 'limit.event'")
+    elif figure == "limit":
+        table = run.cells(**any_layout).query("family != 'limit' and limit_percent.notna()")
+        table = table.assign(panel=table["layout"])
     elif figure == "eager":
-        table = pd.concat([cells(samples, status="ok", timer=timer, **line) for timer in ("graph", "eager")])
+        table = pd.concat([run.cells(timer=timer, **run.line).assign(panel=timer) for timer in ("graph", "eager")])
         table = table[(table["family"] != "limit") & (table.groupby("copy")["timer"].transform("nunique") == 2)]
-    elif figure == "step":
-        table = _step_costs(samples)
+    else:
+        table = _step_costs(run.cells(**any_layout), run.cells(part="step", **any_layout))
     # limit.copy stands for the faster of itself and its memcpy form
     table = table[table["copy"] != stats.NOISE[0]].replace({"copy": {"limit.copy.memcpy": "limit.copy"}})
-    table = table.sort_values("seconds", kind="stable").drop_duplicates([*stats.PLACE, "copy", "policy"])
-    return table.sort_values([*LINE, "num_tokens", "copy"], kind="stable")
+    table = table.sort_values("seconds", kind="stable").drop_duplicates(["panel", "num_tokens", "copy"])
+    return table.sort_values(["num_tokens", "copy"], kind="stable")
 
 
-def _step_costs(samples: pd.DataFrame) -> pd.DataFrame:
-    """Copies with a `step` row at the largest decode size: seconds per layer, the step in `every` call and `shared`."""
-    steps = cells(samples, part="step", status="ok", regime="decode")
-    keys = [*LINE, "num_tokens", "copy", "policy"]
-    both = steps[[*keys, "seconds"]].merge(cells(samples, status="ok"), on=keys, suffixes=("_step", ""))
-    both = both[both["num_tokens"] == both["num_tokens"].max()]
-    write, step = both["seconds"], both["seconds_step"]
-    return both.assign(every=write + step, shared=write + step / LAYERS)
+def _step_costs(write: pd.DataFrame, step: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `write` with a `step`: seconds per layer with the step in every call, and with one for LAYERS layers."""
+    keys = ["layout", "num_tokens", "copy"]
+    both = write.merge(step[[*keys, "seconds"]], on=keys, suffixes=("", "_step")).assign(low=np.nan, high=np.nan)
+    every, shared = both["seconds"] + both["seconds_step"], both["seconds"] + both["seconds_step"] / LAYERS
+    every = both.assign(seconds=every, panel=both["layout"] + ", in every call")
+    return pd.concat([every, both.assign(seconds=shared, panel=both["layout"] + f", shared by {LAYERS} layers")])
 
 
-def alt(figure: str, samples: pd.DataFrame) -> str:
+def alt(figure: str, run: Run) -> str:
     """Alt text of a figure, from the rows that it draws; where there are none, what is missing."""
-    table = figure_data(figure, samples)
+    table, (title, column, needs) = figure_data(figure, run), FIGURES[figure]
     if table.empty:
-        return MISSING[figure]
-    least, most = table["num_tokens"].min(), table["num_tokens"].max()
-    where = f"{line_name(reference(samples))} on {machine(samples)}"
-    if figure == "latency":
-        ends = table[table["num_tokens"].isin([least, most])].groupby("copy")["seconds"]
-        each = [f"{name} {' to '.join(map(duration, seconds))}" for name, seconds in ends]
-        start = f"Line chart, log-log: time of one copy of K and V, {where}, from {least:,} to {most:,} tokens"
-    elif figure == "limit":
-        last = table[table["num_tokens"] == most]
-        each = [f"{row['copy']} ({row['layout']}) {row['limit_percent']:.0f} %" for _, row in last.iterrows()]
-        start = f"Line charts: percent of the speed of a contiguous copy, {where}, at {most:,} tokens"
-    elif figure == "heads":
-        ends = [table.loc[table["speedup"].idxmin()], table.loc[table["speedup"].idxmax()]]
-        each = [f"{times(row['speedup'])} at {_count(row['num_tokens'], 'token')} of {line_name(row)}" for row in ends]
-        each.append(f"SLOWER in {(table['verdict'] == 'SLOWER').sum()} of {_count(len(table), 'cell')}")
-        start = f"Heat map: speedup of kvnb over the {BEST} copy, by tokens and heads, on {machine(samples)}"
-    elif figure == "eager":
-        pairs = table[table["num_tokens"] == least].pivot(index="copy", columns="timer", values="seconds")
-        each = [f"{name} {duration(row['graph'])} and {duration(row['eager'])}" for name, row in pairs.iterrows()]
-        start = f"Line charts: time in a CUDA graph and eagerly, {where}, at {_count(least, 'token')}"
-    else:
-        pairs = [(line_name(row, layout=True), row) for _, row in table.iterrows()]
-        each = [f"{row['copy']} ({name}) {duration(row['every'])} and {duration(row['shared'])}" for name, row in pairs]
-        where = f"{most:,} tokens, {machine(samples)}"
-        start = f"Dot chart: time per layer, step in every call and shared by {LAYERS} layers, {where}"
-    return f"{start}: {', '.join(each)}."
+        return f"{title}: nothing to draw, as this run lacks {needs}."
+    if figure == "heads":
+        return f"Heat map by tokens and heads. {title} on {run.machine}: {_losses(table)}{_speedup(table)}."
+    read = duration if column == "seconds" else "{:.0f} %".format
+    each = []
+    for (panel, copy), line in table.groupby(["panel", "copy"]):
+        ends = dict.fromkeys([line[column].iloc[0], line[column].iloc[-1]])
+        each.append(f"{label(copy)}{panel and f' ({panel})'} {' to '.join(map(read, ends))}")
+    sizes = f"{line_name(run.line)}, {table['num_tokens'].min():,} to {table['num_tokens'].max():,} tokens"
+    return f"Line chart. {title} on {run.machine}, {sizes}: {', '.join(each)}."

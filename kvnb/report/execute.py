@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from traitlets.config import Config
 from kvnb import paths
 from kvnb.report import parameters
 
-TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900}  # seconds for a whole notebook
+TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900}  # seconds for a cell
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -53,30 +52,29 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
         parameters.check(name, values)
     folder.mkdir(parents=True, exist_ok=True)
     done, failed, running = (folder / file for file in (f"{name}.ipynb", f"{name}.failed.ipynb", f".{name}.ipynb"))
-    problem: Exception | None = None
+    failure = ""
     try:
         _run(paths.NOTEBOOKS / f"{name}.ipynb", running, values, TIME_LIMITS[name])
-    except (PapermillExecutionError, DeadKernelError, CellTimeoutError) as error:
-        problem = error
+    except PapermillExecutionError as error:
+        failure = ANSI.sub("", "\n".join(error.traceback))
+    except CellTimeoutError:
+        failure = f"a cell took longer than {TIME_LIMITS[name]} s"
+    except DeadKernelError:
+        failure = "the kernel died: out of memory, or a crash in compiled code"
     notebook = clean(nbformat.read(running, as_version=4))
-    if problem is not None and not isinstance(problem, PapermillExecutionError):
-        notebook.cells.append(
-            nbformat.v4.new_markdown_cell(f"**Stopped here:** {_reason(problem, name)}", id="stopped")
-        )
+    if failure:
+        why = f"**This notebook stopped:** {failure.splitlines()[-1]}"
+        notebook.cells.append(nbformat.v4.new_markdown_cell(why, id="stopped"))
     nbformat.write(notebook, running)
-    os.replace(running, done if problem is None else failed)
-    if problem is None:
-        failed.unlink(missing_ok=True)
-        return Outcome(name, done)
-    done.unlink(missing_ok=True)
-    return Outcome(name, failed, tuple(ANSI.sub("", _reason(problem, name)).splitlines()[-12:]))
+    here, gone = (failed, done) if failure else (done, failed)
+    os.replace(running, here)
+    gone.unlink(missing_ok=True)
+    return Outcome(name, here, tuple(failure.splitlines()[-12:]))
 
 
-def _run(source: Path, target: Path, values: dict[str, object], limit: float) -> None:
-    deadline = time.monotonic() + limit
+def _run(source: Path, target: Path, values: dict[str, object], limit: int) -> None:
     # Sockets are files of ours, so two reports never race for a port; a system takes paths of about 100 characters.
     with tempfile.TemporaryDirectory(prefix="kvnb") as scratch:
-        manager = {"transport": "ipc", "connection_file": f"{scratch}/kernel.json"}
         papermill.execute_notebook(
             source,
             target,
@@ -88,21 +86,13 @@ def _run(source: Path, target: Path, values: dict[str, object], limit: float) ->
             stderr_file=sys.stderr,
             autosave_cell_every=0,  # saved between cells only: nothing beside a measurement
             kernel_manager_class=ThisPython,
-            config=Config({"ThisPython": manager}),
-            timeout_func=lambda cell: max(1, int(deadline - time.monotonic())),
+            config=Config(ThisPython={"transport": "ipc", "connection_file": f"{scratch}/kernel.json"}),
+            execution_timeout=limit,
         )
 
 
-def _reason(problem: Exception, name: str) -> str:
-    if isinstance(problem, PapermillExecutionError):
-        return "\n".join(problem.traceback)
-    if isinstance(problem, CellTimeoutError):
-        return f"{name} took longer than its {TIME_LIMITS[name]} s"
-    return "the kernel died: out of memory, or a crash in compiled code"
-
-
 def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook less what differs from run to run belongs to papermill: times, markers, progress on stderr."""
+    """The notebook less what papermill adds and what differs from run to run: times, markers, progress on stderr."""
     notebook.metadata.pop("papermill", None)
     notebook.metadata.get("language_info", {}).pop("version", None)
     notebook.cells = [cell for cell in notebook.cells if ERROR_MARKER_TAG not in cell.metadata.get("tags", [])]

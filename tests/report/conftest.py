@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import fixture_runs
-import pandas as pd
 import pytest
 
 from kvnb.bench import results
+from kvnb.report.answers import Run
 
 
 @pytest.fixture(scope="session")
-def gpu() -> pd.DataFrame:
-    return fixture_runs.gpu_run()
+def gpu() -> Run:
+    return Run(fixture_runs.gpu_run())
 
 
 @pytest.fixture(scope="session")
-def cpu() -> pd.DataFrame:
-    return fixture_runs.cpu_run()
+def cpu() -> Run:
+    return Run(fixture_runs.cpu_run())
 
 
 @pytest.fixture(scope="session")
-def run_files(tmp_path_factory: pytest.TempPathFactory, gpu: pd.DataFrame, cpu: pd.DataFrame) -> list[str]:
+def run_files(tmp_path_factory: pytest.TempPathFactory, gpu: Run, cpu: Run) -> list[str]:
     """Run files of both, CPU first."""
     folder = tmp_path_factory.mktemp("runs")
-    return [str(results.save(samples, folder / f"{name}.parquet")) for name, samples in (("cpu", cpu), ("gpu", gpu))]
+    return [str(results.save(run.samples, folder / f"{name}.parquet")) for name, run in (("cpu", cpu), ("gpu", gpu))]

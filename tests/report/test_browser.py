@@ -29,12 +29,12 @@ def browser():
 def site(tmp_path_factory, run_files):
     """The index of a GPU run with a failed notebook, and that notebook's page: table, figure, traceback."""
     folder = tmp_path_factory.mktemp("site")
-    samples = results.load(run_files[1])
-    new, alt = nbformat.v4.new_output, answers.alt("latency", samples)
-    picture = base64.b64encode(plots.png(plots.make("latency", samples))).decode()
+    run = answers.Run(results.load(run_files[1]))
+    new, alt = nbformat.v4.new_output, answers.alt("latency", run)
+    picture = base64.b64encode(plots.png("latency", run)).decode()
     code = nbformat.v4.new_code_cell("samples = kvnb.load(path)")
     code.outputs = [
-        new("execute_result", {"text/html": answers.verdict_table(samples).to_html()}),
+        new("execute_result", {"text/html": answers.verdict_table(run).to_html(index=False)}),
         new("display_data", {"image/png": picture}, metadata={"image/png": {"alt": alt}}),
         new("error", ename="E", evalue="x", traceback=["E: " + "very " * 60 + "long"]),
     ]
@@ -72,4 +72,4 @@ def test_no_script_of_a_page_runs(browser, site):
     evil.write_text(index.replace("<main>", "<main><script>document.title = 'ran'</script>"))
     page = browser.new_page()
     page.goto(evil.as_uri())
-    assert page.title().startswith("kvnb on")
+    assert page.title().startswith("kvnb: NVIDIA H200")

@@ -66,6 +66,6 @@ def test_compare_runs_on_fixture_runs_and_opens_with_the_answer(tmp_path, run_fi
     assert [out.data["text/markdown"] for out in outputs[:2]] == [answers.headline(cpu), answers.headline(gpu)]
     figures = [out for out in outputs if "image/png" in out.get("data", {})]
     assert {out.metadata["image/png"]["alt"] for out in figures} == {
-        *(answers.alt(figure, gpu) for figure in answers.MISSING),
+        *(answers.alt(figure, gpu) for figure in answers.FIGURES),
         *(answers.alt(figure, cpu) for figure in ("latency", "heads")),
     }

@@ -42,7 +42,7 @@ def test_a_report_of_the_live_and_the_recorded_run(place):
     assert index.resolve().parent == paths.REPORTS / "mine"
     assert (index.parent / ".gitignore").read_text() == "*\n"
     for path in (paths.LOCAL / "mine.parquet", *paths.RECORDED.rglob("*.parquet")):
-        assert answers.headline(results.load(path)) in done.output
+        assert answers.headline(answers.Run(results.load(path))) in done.output
     compared = nbformat.read(index.parent / "03_compare.ipynb", as_version=4).cells[-1].outputs[0].data["text/plain"]
     assert "data/local/mine.parquet" in compared
     assert "data/recorded/h200/2026-11-30_full_0123abc.parquet" in compared
