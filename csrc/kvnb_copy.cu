@@ -6,15 +6,21 @@
 // slot_stride + head * head_stride, so NHD, HND and packed caches run the same code.
 //
 // What varies:
-//   vector width   16 bytes when every pointer, stride and row allows it, else 8, 4, 2 or 1
-//   pairs          vectors of K and of V that a thread has in flight: 1 for few tokens (the latency of one pair is all
-//                  there is), 2 once the card is full
-//   dependent      programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
-//                  griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
+//   fast_kernel      16-byte vectors, source heads in a row, K and V heads of one size, fewer than 2^31 slots
+//   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
+//   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
+//                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
 //
-// Loads bypass L1 (ld.global.cg: each byte is read once). Stores are plain: attention reads the rows next.
-// Origin: own design; overlapping slot and data loads, and K and V in one launch, are also in SGLang's store_cache
-// (sgl-project/sglang#16273), which skips the former.
+// Roads not taken, each tried on an H200:
+//   2 or 4 pairs of vectors in flight per thread, blocks of 64 and 256 threads   slower or equal at nearly every size
+//   K and V in threads of their own                           slower plainly, a little faster with dependent launch
+//   st.global.cs, st.global.L1::no_allocate                   faster in a chain of writes, slower when the rows are read
+//                                                             back after each write, as attention does: stores are plain
+//   ld.global.nc, L1::no_allocate, prefetch of 128 or 256 B   slower or equal
+//   a branch on the slot instead of predicated stores         ptxas sinks the loads behind it
+//
+// Loads bypass L1 (ld.global.cg: each byte is read once).
+// Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>
 
 #include "launch.h"

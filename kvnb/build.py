@@ -266,4 +266,10 @@ def _cuda_flags() -> list[str]:
 
 
 def _version_of(program: str) -> str:
-    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise BuildError(
+            f"{program} --version failed: {said.strip()}; repair it, or set CXX or CUDA_HOME to another"
+        ) from error

@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import subprocess
+import warnings
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -117,27 +118,30 @@ def _git(*arguments: str) -> str | None:
 
 @cache
 def _nvml():
-    """NVML ready for use, or the reason why it is not there: drivers in containers may hide it."""
+    """NVML ready for use, or None, said once: without it driver and throttled stay empty."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except ImportError:
-        return None, "nvidia-ml-py is not installed"
-    except pynvml.NVMLError as error:
-        return None, str(error)
-    return pynvml, ""
+    except (ImportError, AttributeError) as error:
+        reason: object = error
+    except pynvml.NVMLError as error:  # drivers in containers may hide it
+        reason = error
+    else:
+        return pynvml
+    warnings.warn(f"no NVML, so driver and throttle reasons stay unknown: {reason}", stacklevel=2)
+    return None
 
 
 def driver_version() -> str:
-    nvml, _ = _nvml()
+    nvml = _nvml()
     return str(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
 
 
 def throttled(device: torch.device) -> str | None:
     """Why NVML says the GPU runs slower than asked, comma-separated; "": it does not; None: NVML cannot say."""
-    nvml, _ = _nvml()
-    if nvml is None or device.type != "cuda":
+    nvml = _nvml() if device.type == "cuda" else None
+    if nvml is None:
         return None
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid(device))

@@ -35,7 +35,9 @@ def check(copy: Copy, case: Case, device: str | torch.device = "cpu", policy: st
     Raises WrongCopy naming the first wrong row, ValueError where the copy does not support the case.
     """
     policy = policy or copy.policies[0]
-    reason = copy.reason_against(case, policy, "wall", torch.device(device).type)
+    kind = torch.device(device).type
+    timer = next((timer for timer in copy.timers if (timer == "wall") == (kind == "cpu")), "wall")
+    reason = copy.reason_against(case, policy, timer, kind)
     if reason:
         raise ValueError(f"{copy.name} cannot be checked here: {reason}")
     inputs = inputs_of.make(case, device, policy=policy, source_sets=2, slot_count=3)
@@ -60,12 +62,13 @@ class Expectation:
         self.inputs = inputs
         self.storage, self.key_cache, self.value_cache = inputs_of.make_caches(inputs.case, inputs.device)
         self.calls: list[Call] = []
+        self.sets: list[Tensor] = []
         self.reset()
 
     def reset(self) -> None:
         """Poison what is expected, and forget the calls."""
         inputs_of.poison(self.storage)
-        self.calls = []
+        self.calls, self.sets = [], []
         self.reset_caches()
 
     def reset_caches(self) -> None:
@@ -76,6 +79,7 @@ class Expectation:
         """Write what `calls` must write, one after another; rows of padding are left to `compare`."""
         for key, value, slot_mapping in calls:
             self.calls = [(key, value, slot_mapping)]
+            self.sets.append(slot_mapping)
             self._write(key, value, slot_mapping)
 
     def apply_sets(
@@ -89,6 +93,7 @@ class Expectation:
             self.apply((keys[source], values[source], row) for source, row in zip(sources, sets, strict=True))
             return
         self.calls = [(keys[sources[0]], values[sources[0]], sets[-1])]
+        self.sets += sets.unbind()
         most = max(1, TOGETHER_BYTES // max(1, self.inputs.case.num_tokens * self.inputs.case.token_bytes))
         for some in sets.split(most):
             rows = (side[sources[0]].repeat(len(some), 1, 1) for side in (keys, values))
@@ -146,7 +151,7 @@ class Expectation:
         if not copy.name.startswith("limit.copy"):
             return
         for cut, which in zip(limits.regions(self.inputs), (0, 1), strict=True):
-            last = limits.contiguous_bytes(self.calls[-1][which])
+            last = limits.contiguous_bytes(self.calls[-1][which], self.inputs.case.written_tokens)
             if not (cut == last).all(1).any():
                 raise WrongCopy(f"{copy.name}: no region of the {('key', 'value')[which]} storage holds the last rows")
 
@@ -166,13 +171,12 @@ class Expectation:
         return f"call {call_number}: bytes outside every row were changed"
 
     def _should(self, slot: int, mine: Tensor, real: Tensor, at: tuple[int, int, int]) -> str:
-        key, value, slot_mapping = self.calls[-1]
-        token = (slot_mapping == slot).nonzero()
-        source = key if mine is self.key_cache else value
-        if not len(token):
-            return "should be untouched, but was written"
-        untouched = int((bits(real)[at] != bits(mine)[at]).sum())
-        return f"should hold token {int(token[0])}, but {untouched} of its {source.shape[-1]} elements differ"
+        differ = int((bits(real)[at] != bits(mine)[at]).sum())
+        for slot_mapping in reversed(self.sets):
+            token = (slot_mapping == slot).nonzero()
+            if len(token):
+                return f"should hold token {int(token[0])}, but {differ} of its {real.shape[-1]} elements differ"
+        return "should be untouched, but was written"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -43,7 +43,7 @@ _COLUMNS = [
     ("seed", pa.int64(), "", "seed of inputs and slots"),
     ("launches", pa.int32(), "launches", "kernel, copy and fill nodes per call in a captured graph"),
     ("calls", pa.int32(), "calls", "calls behind one sample: K of a graph, N of a batch"),
-    ("graphs", pa.int32(), "graphs", "graphs that torch.compile made for this copy so far"),
+    ("graphs", pa.int32(), "graphs", "graphs that torch.compile made for this cell"),
     ("bytes_moved", pa.int64(), "B", "fewest bytes a call moves: rows read and written once, index read once"),
     ("sm_clock_mhz", pa.float64(), "MHz", "SM clock around the sample, cycles against the global timer"),
     ("throttled", pa.string(), "", "throttle reasons that NVML gave around the round; empty: none; null: not known"),

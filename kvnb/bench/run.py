@@ -65,7 +65,7 @@ def measure(
     run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
     path = Path(path) if path else paths.LOCAL / f"{run}.parquet"
     if path.exists():
-        results.read(path)
+        _refuse_other_contents(results.read(path), settings, path)
         return path
     parts = path.with_suffix(".parts")
     parts.mkdir(parents=True, exist_ok=True)
@@ -135,6 +135,16 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
     finally:
         for worker in workers:
             worker.stop()
+
+
+def _refuse_other_contents(table: pa.Table, settings: Settings, path: Path) -> None:
+    """A finished run stands for a call that asks for no more than it holds."""
+    held = {name: set(table[name].to_pylist()) for name in ("grid", "copy", "timer")}
+    asked = {"grid": {settings.grid}, "copy": set(settings.copies)}
+    for name, wanted in asked.items():
+        if wanted - held[name]:
+            lacks = ", ".join(sorted(wanted - held[name]))
+            raise ValueError(f"{path} is a finished run without {name} {lacks}; choose another run name")
 
 
 def _type(device: str) -> str:

@@ -2,7 +2,9 @@
 
 The unit of replication is a round of a worker: its median. Intervals are 95 % percentile intervals of a seeded
 bootstrap that draws workers, then rounds within each, with replacement (hierarchical bootstrap; for why samples of one
-burst are not independent see Kalibera & Jones, "Rigorous benchmarking in reasonable time", ISMM 2013).
+burst are not independent see Kalibera & Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). With three
+workers they are too short where workers differ more than rounds do: simulated, they cover the truth in 98 % of runs
+when workers do not differ, in 84 % when workers spread as much as rounds.
 """
 
 from __future__ import annotations

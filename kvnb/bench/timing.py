@@ -24,6 +24,7 @@ Everything that touches a clock or a GPU goes through a Bench, so that tests run
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,7 @@ SLOPE_BELOW = 10e-6  # s per call under which timer graph takes the slope
 SAMPLES = 3  # samples per visit,
 LONG_SECONDS = 10e-3  # and 1 where a sample lasts longer than this
 FILL_NS, PROBE_NS = 200_000, 50_000  # clock probes: while the host fills the queue; after the batch
+CYCLES_PER_NS = 2  # for a GPU without the probe, whose clock is not known
 SETTLED, SETTLE_SECONDS = 0.99, 2.0  # preamble: until the clock is within 1 % of the best, at most so long
 
 
@@ -113,7 +115,10 @@ class Gpu:
         torch.cuda.set_device(device)
         self.cache_bytes = machine.cache_bytes(device)
         self.best_mhz = 0.0
-        self._ops = build.load_for("cuda")
+        without = build.problem("cuda")
+        if without:
+            warnings.warn(f"no clock probe: sm_clock_mhz stays empty ({without})", stacklevel=2)
+        self._ops = None if without else build.load_for("cuda")
         self._side = torch.cuda.Stream(device)
         self._flushed = torch.zeros(2 * self.cache_bytes // 16 * 16, dtype=torch.uint8, device=device)
         self._sink = torch.zeros(4, dtype=torch.uint8, device=device)
@@ -143,28 +148,39 @@ class Gpu:
     def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return first.elapsed_time(second) / 1e3
 
-    def probe(self, nanoseconds: int) -> torch.Tensor:
+    def probe(self, nanoseconds: int) -> torch.Tensor | None:
+        if self._ops is None:
+            torch.cuda._sleep(nanoseconds * CYCLES_PER_NS)
+            return None
         out = torch.empty(2, dtype=torch.int64, device=self.device)
         self._ops.clock_probe(out, nanoseconds)
         return out
 
-    def clock_mhz(self, probe: torch.Tensor) -> float:
+    def clock_mhz(self, probe: torch.Tensor | None) -> float | None:
+        if probe is None:
+            return None
         cycles, nanoseconds = probe.tolist()
         mhz = 1e3 * cycles / nanoseconds
         self.best_mhz = max(self.best_mhz, mhz)
         return mhz
 
     def settle(self) -> None:
-        """Keep the GPU busy until its clock is within 1 % of the best that this process has seen."""
+        """Keep the GPU busy until its clock rests: within 1 % of the last probe's and of this process's best."""
         deadline = self.now() + SETTLE_SECONDS
-        mhz = 0.0
-        while mhz < SETTLED * max(self.best_mhz, 1.0) and self.now() < deadline:
+        last, mhz = 0.0, 0.0
+        while self.now() < deadline and (
+            last == 0 or mhz < SETTLED * self.best_mhz or abs(mhz / last - 1) > 1 - SETTLED
+        ):
             for _ in range(50):
                 self.flush()
-            mhz = self.clock_mhz(self.probe(PROBE_NS))
+            last, mhz = mhz, self.clock_mhz(self.probe(PROBE_NS)) or 0.0
 
     def flush(self) -> None:
-        self._ops.flush(self._flushed, self._sink)
+        """Read a buffer of 2 x L2."""
+        if self._ops is None:
+            self._flushed.view(torch.int64).amax()
+        else:
+            self._ops.flush(self._flushed, self._sink)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -205,8 +221,9 @@ class Cpu:
         return None
 
 
-def plan(case: Case, timer: str, state: str, cache_bytes: int) -> Plan | str:
-    """How the calls of a cell rotate, or why this state is not given."""
+def plan(case: Case, timer: str, state: str, cache_bytes: int, moved: int | None = None) -> Plan | str:
+    """How the calls of a cell rotate, or why this state is not given; `moved`: bytes of a call, None for the case's."""
+    moved = case.bytes_moved if moved is None else moved
     touched = max(1, case.written_tokens * case.token_bytes)  # by reading, and as much by writing
     rotating = ROTATION * cache_bytes
     if state == "resident":
@@ -218,7 +235,7 @@ def plan(case: Case, timer: str, state: str, cache_bytes: int) -> Plan | str:
     sources = ceil(rotating / touched) if state == "cold" and timer != "call" else 1
     if sources > MOST_SETS:
         return f"would need {sources} input sets, more than {MOST_SETS}: timer call after a flush stands for it"
-    calls = min(MOST_CALLS, max(LEAST_CALLS, ceil(GRAPH_BYTES * cache_bytes / max(1, case.bytes_moved))))
+    calls = min(MOST_CALLS, max(LEAST_CALLS, ceil(GRAPH_BYTES * cache_bytes / max(1, moved))))
     if timer != "graph":
         most = MOST_SETS if timer == "wall" else BATCH_CALLS
         rows = max(sources, min(most, ceil(rotating / touched)))
@@ -235,6 +252,7 @@ class Stage:
         self.bench, self.case = bench, case
         self.inputs = inputs_of.make(case, bench.device, source_sets=max(p.sources for p in plans))
         self._unplaced = slot_sets.sets(case, max(p.rows * p.fills for p in plans), bench.device)
+        slot_sets.validate(self._unplaced, case.num_slots, case.num_tokens)
         self._under: dict[str, inputs_of.Inputs] = {}
         self._expected: Expectation | None = None
         self._expected_for: object = None
@@ -264,7 +282,11 @@ def _aligned(sets: torch.Tensor) -> torch.Tensor:
 
 
 class Timed:
-    """A cell made ready: bound, warmed up, captured; `visit` yields samples, `verify` holds its calls to the bits."""
+    """A cell made ready: bound, warmed up, captured.
+
+    Both kinds have `visit`, which yields samples (seconds of one call, SM clock in MHz or None), and `verify`, which
+    runs exactly what is timed on poisoned caches and raises WrongCopy.
+    """
 
     def __init__(self, stage: Stage, cell: Cell, plan: Plan) -> None:
         self.stage, self.cell, self.plan, self.bench = stage, cell, plan, stage.bench
@@ -273,8 +295,10 @@ class Timed:
         self.launches: int | None = None
         self.samples = SAMPLES
         self._fill = 0
+        before = graphs_made() if cell.copy.family == "compile" else 0
         self._step = cell.copy.bind(self.inputs)
         self._warm_up()
+        self.graphs = graphs_made() - before if cell.copy.family == "compile" else 0
 
     def _warm_up(self) -> None:
         """Compile, load and set up whatever the first call does, outside of every measurement."""
@@ -290,17 +314,9 @@ class Timed:
         tag = (self.cell.policy, type(self), self.plan, len(sets))
         return self.stage.expect(self.cell.policy, sets, [i % self.plan.sources for i in sources], tag)
 
-    def visit(self) -> Iterator[tuple[float, float | None]]:
-        """Samples of one visit: (seconds of one call, SM clock in MHz or None)."""
-        raise NotImplementedError
-
-    def verify(self) -> None:
-        """Run exactly what is timed on poisoned caches, and compare. Raises WrongCopy."""
-        raise NotImplementedError
-
 
 class GraphTimed(Timed):
-    """Timer graph. Slot sets lie in a buffer that every visit fills anew; a graph of the copy's steps follows it."""
+    """Timer graph. Slot sets lie in a buffer that every sample fills anew; a graph of the copy's steps follows it."""
 
     def __init__(self, stage: Stage, cell: Cell, plan: Plan) -> None:
         super().__init__(stage, cell, plan)
@@ -377,10 +393,14 @@ class GraphTimed(Timed):
             marks.append(trail)
         after = bench.probe(PROBE_NS)
         bench.synchronize()
-        mhz = (bench.clock_mhz(before) + bench.clock_mhz(after)) / 2
+        clocks = [bench.clock_mhz(probe) for probe in (before, after)]
+        mhz = None if None in clocks else sum(clocks) / 2
         for trail in marks:
             spans = [bench.seconds_between(a, b) for a, b in pairwise(trail)]
-            yield (spans[-1] - (spans[0] if self.longer else 0.0)) / self.plan.calls, mhz
+            seconds = (spans[-1] - (spans[0] if self.longer else 0.0)) / self.plan.calls
+            if seconds <= 0:
+                raise RuntimeError(f"a slope of {seconds:.3g} s: something else ran on the GPU between two events")
+            yield seconds, mhz
 
     def verify(self) -> None:
         if self.cell.part == "step":
@@ -500,7 +520,7 @@ def measure_case(
     Raises Poisoned when a failure took the device along.
     """
     rows: list[dict] = []
-    plans = {cell: plan(case, cell.timer, cell.state, bench.cache_bytes) for cell in cells}
+    plans = {cell: plan(case, cell.timer, cell.state, bench.cache_bytes, bytes_moved(cell, case)) for cell in cells}
     rows += [row_of(cell, case, status="unsupported", reason=p) for cell, p in plans.items() if isinstance(p, str)]
     cells = [cell for cell in cells if not isinstance(plans[cell], str)]
     if not cells:
@@ -551,7 +571,7 @@ def _samples(timed: Timed, case: Case, number: int, throttled: str | None) -> It
     for sample, (seconds, mhz) in enumerate(timed.visit()):
         yield row_of(
             cell, case, round=number, sample=sample, seconds=seconds, launches=timed.launches, calls=calls,
-            graphs=graphs_made() if cell.copy.family == "compile" else 0, sm_clock_mhz=mhz, throttled=throttled,
+            graphs=timed.graphs, sm_clock_mhz=mhz, throttled=throttled,
         )  # fmt: skip
 
 
@@ -578,9 +598,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
+def bytes_moved(cell: Cell, case: Case) -> int:
+    """Fewest bytes a call of the cell moves: nothing for a launch, the index for a step."""
+    if cell.copy.family == "limit" and not cell.copy.name.startswith("limit.copy"):
+        return 0
+    return case.bytes_moved if cell.part == "write" else 8 * case.num_tokens
+
+
 def row_of(cell: Cell, case: Case, *, status: str = "ok", reason: str = "", **measured) -> dict:
     """A row of the run file without the run's and the machine's columns."""
-    moved = case.bytes_moved if cell.part == "write" else 8 * case.num_tokens
     blank = dict.fromkeys(("seconds", "launches", "calls", "graphs", "sm_clock_mhz", "throttled"))
     return {
         "copy": cell.copy.name,
@@ -595,7 +621,7 @@ def row_of(cell: Cell, case: Case, *, status: str = "ok", reason: str = "", **me
         "status": status,
         "reason": reason,
         **case.fields(),
-        "bytes_moved": 0 if cell.copy.family == "limit" and "copy" not in cell.copy.name else moved,
+        "bytes_moved": bytes_moved(cell, case),
         **blank,
         **measured,
     }

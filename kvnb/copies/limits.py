@@ -29,7 +29,7 @@ def regions(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     case, storage = inputs.case, inputs.storage
     halves = storage if len(storage) == 2 else storage[0].view(2, -1).unbind()
-    rows = case.num_tokens * case.num_kv_heads * case.itemsize
+    rows = case.written_tokens * case.num_kv_heads * case.itemsize
     cut = []
     for half, size in zip(halves, (case.head_size, case.value_head_size), strict=True):
         flat, length = half.view(torch.uint8), max(1, rows * size)
@@ -38,22 +38,24 @@ def regions(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return cut[0], cut[1]
 
 
-def contiguous_bytes(rows: Tensor) -> Tensor:
-    """As many bytes as `rows` holds, from where it begins: a qkv slice's own memory, without its gaps."""
+def contiguous_bytes(rows: Tensor, written: int) -> Tensor:
+    """The bytes of the first `written` tokens' rows, one behind the other: a copy where they lie apart."""
     import torch
 
-    return rows.as_strided((rows.numel(),), (1,)).view(torch.uint8)
+    return rows[:written].contiguous().view(-1).view(torch.uint8)
 
 
 def _bind(inputs: Inputs, copy) -> Step:
-    """`copy(key_to, key_from, value_to, value_from)` on flat bytes; each call takes the next region."""
+    """`copy(key_to, key_from, value_to, value_from)` on flat bytes; calls take regions in turn (a graph: its own)."""
     key_regions, value_regions = (cut.unbind() for cut in regions(inputs))
+    written = inputs.case.written_tokens
+    flat = {rows.data_ptr(): contiguous_bytes(rows, written) for rows in (*inputs.keys, *inputs.values)}
     number = count()
 
     def step(slot_mapping):
         def write(key, value):
             i = next(number) % len(key_regions)
-            copy(key_regions[i], contiguous_bytes(key), value_regions[i], contiguous_bytes(value))
+            copy(key_regions[i], flat[key.data_ptr()], value_regions[i], flat[value.data_ptr()])
 
         return write
 
@@ -107,7 +109,7 @@ def bind_event(inputs: Inputs) -> Step:
 
 
 def _whole_vectors(case: Case, policy: str, timer: str) -> str | None:
-    rows = case.num_tokens * case.num_kv_heads * case.itemsize
+    rows = case.written_tokens * case.num_kv_heads * case.itemsize
     if rows * case.head_size % 16 or rows * case.value_head_size % 16:
         return "the rows are not a multiple of 16 bytes long"
     return built_for("cuda")(case, policy, timer)

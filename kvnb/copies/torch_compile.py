@@ -45,8 +45,11 @@ _compiled_shapes: set[tuple] = set()  # functions with the cache shapes that the
 
 
 @cache
-def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, one_token: bool, device: str):
-    """One fullgraph object per row width, layout and dtype. One token compiles apart: torch specialises sizes 0 and 1.
+def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, tokens: str, device: str):
+    """One fullgraph object per row width, layout, dtype and `tokens`: a regime, or "one".
+
+    One token compiles apart because torch specialises sizes 0 and 1; regimes, because Inductor tiles for the size that
+    it saw first, and a graph made for 32 tokens would be judged at 65,536.
 
     Each is compiled from a twin with a name of its own: dynamo keeps its guards, and what it made dynamic, by code.
     """
@@ -55,7 +58,7 @@ def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, on
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch._dynamo.config.accumulated_recompile_limit = RECOMPILE_LIMIT
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    name = f"{function.__name__}_{key_row}_{value_row}_{dtype}_{layout}_{'one' if one_token else 'many'}_{device}"
+    name = f"{function.__name__}_{key_row}_{value_row}_{dtype}_{layout}_{tokens}_{device}"
     twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(twin, fullgraph=True)
 
@@ -70,13 +73,14 @@ def graphs_made() -> int:
 def _compiled_for(inputs: Inputs, function):
     case = inputs.case
     heads = case.num_kv_heads if case.layout == "NHD" else 1
+    tokens = "one" if case.num_tokens == 1 else case.regime
     widths = heads * case.head_size, heads * case.value_head_size
-    return compiled(function, *widths, case.dtype, case.layout, case.num_tokens == 1, inputs.device.type)
+    return compiled(function, *widths, case.dtype, case.layout, tokens, inputs.device.type)
 
 
 def _first_call(function, *tensors, tokens: int) -> None:
     """Compile `function` by calling it, the last `tokens` tensors marked: their dimension 0 varies, so that one graph
-    serves every number of tokens above one."""
+    serves every number of tokens of a regime."""
     import torch
 
     for tensor in tensors[-tokens:]:

@@ -61,6 +61,7 @@ def bind_triton(inputs: Inputs) -> Step:
     tile = min(TILE, triton.next_power_of_2(elements))
     tiles = triton.cdiv(elements, tile)
     cache_strides = (*key_cache.stride()[:3], *value_cache.stride()[:3])
+    warps = max(1, tile * case.itemsize // (16 * 32))  # a 16-byte vector per thread
     sizes = (case.block_size, case.num_kv_heads, case.head_size, case.value_head_size, longest, tile)
 
     def step(slot_mapping):
@@ -68,7 +69,9 @@ def bind_triton(inputs: Inputs) -> Step:
 
         def write(key, value):
             sources = (*key.stride()[:2], *value.stride()[:2])
-            kernel[grid](key, value, key_cache, value_cache, slot_mapping, *sources, *cache_strides, *sizes)
+            kernel[grid](
+                key, value, key_cache, value_cache, slot_mapping, *sources, *cache_strides, *sizes, num_warps=warps
+            )
 
         return write
 

@@ -31,7 +31,7 @@ class Case:
     head_size: int = 128
     value_head_size: int = 0
     block_size: int = 16
-    cache_bytes: int = 4 * GIB
+    cache_bytes: int = GIB
     dtype: str = "bfloat16"
     layout: str = "NHD"
     source: str = "contiguous"

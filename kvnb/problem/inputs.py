@@ -93,7 +93,7 @@ def _source(case: Case, device: str | torch.device, generator: torch.Generator) 
 
 
 def _random(shape: tuple[int, ...], dtype: str, device: str | torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Random values, never zeros: zeros draw less power and hide unwritten rows."""
+    """Random values: an array of zeros would draw less power and hide unwritten rows."""
     kind = getattr(torch, dtype)
     if not kind.is_floating_point:
         return torch.randint(-100 if kind.is_signed else 1, 100, shape, dtype=kind, device=device, generator=generator)

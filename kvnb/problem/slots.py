@@ -98,26 +98,26 @@ def place_padding(slots: torch.Tensor, case: Case, policy: str) -> torch.Tensor:
 def validate(slot_mapping: torch.Tensor, num_slots: int, num_tokens: int) -> None:
     """Refuse a slot_mapping that a kernel could not honour.
 
-    `slot_mapping` `[n]` int64 or int32, n at most `num_tokens`; every entry below `num_slots`. Negative entries are
-    padding. Raises ValueError naming the position, the value and the limit.
+    `slot_mapping` `[n]` or sets of them, `[..., n]`, int64 or int32, n at most `num_tokens`; every entry below
+    `num_slots`. Negative entries are padding. Raises ValueError naming the position, the value and the limit.
     """
     import torch
 
     if slot_mapping.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slot_mapping is {slot_mapping.dtype}, must be torch.int64 or torch.int32")
-    if slot_mapping.dim() != 1 or slot_mapping.shape[0] > num_tokens:
-        raise ValueError(
-            f"slot_mapping has shape {list(slot_mapping.shape)}, must be [n] with n at most {num_tokens} tokens"
-        )
+    if slot_mapping.dim() == 0 or slot_mapping.shape[-1] > num_tokens:
+        shape = list(slot_mapping.shape)
+        raise ValueError(f"slot_mapping has shape {shape}, must be [n] with n at most {num_tokens} tokens")
     beyond = (slot_mapping >= num_slots).nonzero()
     if len(beyond):
-        position = int(beyond[0])
+        position = tuple(beyond[0].tolist())
         raise ValueError(
-            f"slot_mapping[{position}] = {int(slot_mapping[position])} lies past the last slot: "
+            f"slot_mapping[{', '.join(map(str, position))}] = {int(slot_mapping[position])} lies past the last slot: "
             f"the cache has {num_slots} slots, 0 to {num_slots - 1}"
         )
-    real = slot_mapping[slot_mapping >= 0]
-    if real.unique().numel() != real.numel():
-        values, counts = real.unique(return_counts=True)
-        twice = int(values[counts > 1][0])
-        raise ValueError(f"slot_mapping names slot {twice} more than once: which row it keeps would be undefined")
+    ordered = slot_mapping.sort(dim=-1).values
+    twice = ordered[..., 1:][(ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)]
+    if len(twice):
+        raise ValueError(
+            f"slot_mapping names slot {int(twice[0])} more than once: which row it keeps would be undefined"
+        )
