@@ -73,7 +73,8 @@ def make(figure: str, run: answers.Run) -> Figure:
     fig = heat_map(rows) if figure == "heads" else lines(rows, column)
     height = fig.get_figheight()
     timer = "graph and eager" if figure == "eager" else run.timer
-    about = f"{run.machine}; {answers.line_name(run.line)} {run.line['layout']}; timer {timer}, state produced"
+    layout = "" if figure in ("limit", "step") else f" {run.line['layout']}"  # theirs have a panel per layout
+    about = f"{run.machine}; {answers.line_name(run.line)}{layout}; timer {timer}, state produced"
     fig.text(0.012, 1 - 0.06 / height, title, size=11, weight="bold", va="top")
     fig.text(0.012, 1 - 0.27 / height, about, size=8.5, color=COLOURS["limit"], va="top")
     return fig

@@ -45,7 +45,7 @@ def known_seconds(copy: str, case: Case, timer: str = "graph") -> float:
 
 def gpu_cases() -> list[Case]:
     heads = [(1, "NHD"), (8, "NHD"), (32, "NHD"), (8, "HND"), (8, "packed")]
-    return [Case(tokens, h, layout=layout) for h, layout in heads for tokens in TOKENS]
+    return [Case(tokens, h, layout=layout, cache_bytes=4 << 30) for h, layout in heads for tokens in TOKENS]
 
 
 def reason_against(copy: str, case: Case) -> str:
