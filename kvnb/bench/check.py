@@ -152,7 +152,8 @@ class Expectation:
             return
         for cut, which in zip(limits.regions(self.inputs), (0, 1), strict=True):
             last = limits.contiguous_bytes(self.calls[-1][which], self.inputs.case.written_tokens)
-            if not (cut == last).all(1).any():
+            alike = cut[(cut[:, :16] == last[:16]).all(1)]  # few: then whole
+            if not (alike == last).all(1).any():
                 raise WrongCopy(f"{copy.name}: no region of the {('key', 'value')[which]} storage holds the last rows")
 
     def _first_wrong_row(self, call_number: int) -> str:

@@ -229,7 +229,7 @@ class Worker:
             self._pipe.send((case, number * self.settings.workers + self.number, skip))
             rows, failed = self._receive(case, bar)
             if failed is None:
-                bar.update(max(0.0, progress + 1 - bar.n))
+                bar.update(max(0.0, min(progress + 1, bar.total) - bar.n))
                 return [{**row, "worker": self.number} for row in [*lost, *rows]]
             lost.append(failed)
             skip.add(_key(failed))
@@ -256,7 +256,7 @@ class Worker:
             if kind == "visit":
                 at, share = content
                 bar.set_description(f"{case}, {at['copy']}", refresh=False)
-                bar.update(min(share, bar.total - bar.n))
+                bar.update(max(0.0, min(share, bar.total - bar.n - 1e-6)))
             elif kind == "rows":
                 return content[0], None
             else:
@@ -326,6 +326,8 @@ def cells_of(case: Case, settings: Settings):
                 continue
             write = Cell(copy, policy, "write", timer, state)
             reason = copy.reason_against(case, policy, timer, device)
+            if (device, settings.grid, copy.family) == ("cpu", "quick", "compile"):
+                reason = "on a CPU in grid full only: compiling takes longer than all the rest of grid quick"
             if reason:
                 rows.append(row_of(write, case, status="unsupported", reason=reason))
                 continue

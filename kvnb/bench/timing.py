@@ -12,7 +12,7 @@ States (what the caches hold before a call; sized by the bytes a call touches, n
   produced  K and V in L2, as the kernel that made them leaves them; slots rotate over 3 x L2 and more
   cold      sources rotate over 3 x L2 and more, too
   resident  the same call again; only where all it touches fits in a quarter of L2
-host, eager and wall rotate over at most BATCH_CALLS (wall: MOST_SETS) slot sets: small calls find some in cache.
+host, eager and wall rotate over at most BATCH_CALLS (wall: WALL_SETS) slot sets: small calls find some in cache.
 
 Slots rotate without larger graphs: a graph reads its slot sets from fixed buffers, and the next sets are copied into
 those before every replay. Timer `call` reaches its states by reading a buffer of 2 x L2 (a flush by writing would
@@ -51,6 +51,7 @@ LEAST_CALLS, MOST_CALLS = 4, 128  # calls in a graph
 MOST_SETS = 512  # source sets of state cold
 BATCH_CALLS = 32  # calls behind a sample of host, well below the depth of the launch queue, and slot sets of eager
 BATCH_SECONDS = 0.5e-3  # least length of a sample of eager and wall
+WALL_SETS = 128  # slot sets of wall
 MOST_BATCH_SECONDS = 0.1  # length beyond which a batch gets fewer calls
 SLOPE_BELOW = 10e-6  # s per call under which timer graph takes the slope
 SAMPLES = 3  # samples per visit,
@@ -237,7 +238,7 @@ def plan(case: Case, timer: str, state: str, cache_bytes: int, moved: int | None
         return f"would need {sources} input sets, more than {MOST_SETS}: timer call after a flush stands for it"
     calls = min(MOST_CALLS, max(LEAST_CALLS, ceil(GRAPH_BYTES * cache_bytes / max(1, moved))))
     if timer != "graph":
-        most = MOST_SETS if timer == "wall" else BATCH_CALLS
+        most = WALL_SETS if timer == "wall" else BATCH_CALLS
         rows = max(sources, min(most, ceil(rotating / touched)))
         return Plan(BATCH_CALLS if timer == "host" else rows, sources, rows, 1)
     calls = ceil(calls / sources) * sources

@@ -171,7 +171,7 @@ def _full() -> list[Case]:
 
 def _cpu(tokens: tuple[int, ...], heads: tuple[int, ...]) -> list[Case]:
     sizes = [(h, n) for h in heads for n in tokens]
-    return [Case(n, h, cache_bytes=256 * MIB, layout=layout) for layout in ("NHD", "packed") for h, n in sizes]
+    return [Case(n, h, cache_bytes=128 * MIB, layout=layout) for layout in ("NHD", "packed") for h, n in sizes]
 
 
 def grid(name: str, device: str = "cuda") -> list[Case]:
