@@ -36,8 +36,7 @@ def check(copy: Copy, case: Case, device: str | torch.device = "cpu", policy: st
     """
     policy = policy or copy.policies[0]
     kind = torch.device(device).type
-    timer = next((timer for timer in copy.timers if (timer == "wall") == (kind == "cpu")), "wall")
-    reason = copy.reason_against(case, policy, timer, kind)
+    reason = copy.reason_against(case, policy, copy.timer_on(kind), kind)
     if reason:
         raise ValueError(f"{copy.name} cannot be checked here: {reason}")
     inputs = inputs_of.make(case, device, policy=policy, source_sets=2, slot_count=3)

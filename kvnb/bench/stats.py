@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
-from kvnb.problem.case import CASE_FIELDS, Case
+from kvnb.problem.case import CASE_FIELDS, regime_of
 
 RESAMPLES = 1000
 SEED = 4698
@@ -34,10 +34,6 @@ PLACE = [
 ]  # what two copies must share to be compared
 CELL = [*PLACE, "copy", "family", "policy"]
 VERDICTS = ("FASTER", "SLOWER", "SAME", "UNDECIDED")
-
-
-def regime_of(num_tokens: int) -> str:
-    return Case(num_tokens, 1, 1, cache_bytes=1 << 40).regime
 
 
 @lru_cache(maxsize=64)

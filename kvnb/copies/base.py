@@ -82,6 +82,10 @@ class Copy:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:10]
 
+    def timer_on(self, device: str) -> str:
+        """The first of its timers that a device type has; "wall" where there is none, which it then refuses."""
+        return next((timer for timer in self.timers if (timer == "wall") == (device == "cpu")), "wall")
+
     def reason_against(self, case: Case, policy: str, timer: str, device: str) -> str | None:
         """Why this copy cannot be measured in this cell, or None."""
         if device not in self.devices:

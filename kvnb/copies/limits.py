@@ -79,28 +79,17 @@ def bind_memcpy(inputs: Inputs) -> Step:
     return _bind(inputs, copy)
 
 
-def _bind_empty(inputs: Inputs, dependent: bool) -> Step:
+def bind_launch(inputs: Inputs, dependent: bool = False) -> Step:
+    """A kernel that does nothing"""
     from kvnb import build
 
     op, anywhere = build.load_for("cuda").empty.default, inputs.slots
-
-    def step(slot_mapping):
-        def write(key, value):
-            op(anywhere, dependent)
-
-        return write
-
-    return step
-
-
-def bind_launch(inputs: Inputs) -> Step:
-    """A kernel that does nothing"""
-    return _bind_empty(inputs, dependent=False)
+    return lambda slot_mapping: lambda key, value: op(anywhere, dependent)
 
 
 def bind_launch_dependent(inputs: Inputs) -> Step:
     """A kernel that does nothing, with programmatic dependent launch"""
-    return _bind_empty(inputs, dependent=True)
+    return bind_launch(inputs, dependent=True)
 
 
 def bind_event(inputs: Inputs) -> Step:

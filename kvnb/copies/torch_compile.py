@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING
 
 from kvnb.copies.base import NULL, Copy
-from kvnb.copies.torch_index import POLICIES, flat_rows, no_graph_of_filter, placed, tokens_of
+from kvnb.copies.torch_index import POLICIES, flat_rows, indexed
 from kvnb.problem.case import MIB, Case
 
 if TYPE_CHECKING:
@@ -100,53 +100,31 @@ def bind_compile(inputs: Inputs) -> Step:
     """torch.compile of the index copy, caches as arguments (fullgraph, tokens dynamic; packed: K and V joined)
 
     Two views of one packed buffer as two arguments would be cloned whole at every call: AOTAutograd makes one base of
-    inputs that alias, and Inductor copies it (seen with torch 2.11: 4.1 ms for a 4 GiB cache at any number of tokens).
+    inputs that alias, and Inductor copies it.
     """
-    policy, size, layout = inputs.policy, inputs.case.block_size, inputs.case.layout
-    flat = layout == "NHD"
+    layout = inputs.case.layout
     function = _compiled_for(inputs, {"NHD": _assign_rows, "HND": _assign_by_block, "packed": _assign_packed}[layout])
-    see = flat_rows if flat else lambda t: t
-    caches = (_packed_cache(inputs),) if layout == "packed" else (see(inputs.key_cache), see(inputs.value_cache))
+    view = flat_rows if layout == "NHD" else lambda t: t
+    caches = (_packed_cache(inputs),) if layout == "packed" else (view(inputs.key_cache), view(inputs.value_cache))
     shape = function, *(cache.shape for cache in caches)
 
-    def step(slot_mapping):
-        slots, kept = placed(slot_mapping, policy)
-        index, count = (slots,) if flat else (slots // size, slots % size), slots.shape[0]
+    def write_rows(index, key, value):
+        if shape not in _compiled_shapes:
+            _compiled_shapes.add(shape)
+            return _first_call(function, *caches, *index, view(key), view(value), tokens=len(index) + 2)
+        return function(*caches, *index, view(key), view(value))
 
-        def write(key, value):
-            rows = see(tokens_of(key, count, kept)), see(tokens_of(value, count, kept))
-            if shape not in _compiled_shapes:
-                _compiled_shapes.add(shape)
-                return _first_call(function, *caches, *index, *rows, tokens=len(index) + 2)
-            return function(*caches, *index, *rows)
-
-        return write
-
-    return step
+    return indexed(inputs, layout != "NHD", write_rows)
 
 
 def bind_compile_view(inputs: Inputs) -> Step:
     """torch.compile with the cache viewed inside the function: the whole cache is cloned at every call"""
-    policy = inputs.policy
     function = _compiled_for(inputs, _assign_to_view)
 
-    def step(slot_mapping):
-        slots, kept = placed(slot_mapping, policy)
-        count = slots.shape[0]
+    def write_rows(index, key, value):
+        function(inputs.key_cache, inputs.value_cache, *index, flat_rows(key), flat_rows(value))
 
-        def write(key, value):
-            rows = flat_rows(tokens_of(key, count, kept)), flat_rows(tokens_of(value, count, kept))
-            function(inputs.key_cache, inputs.value_cache, slots, *rows)
-
-        return write
-
-    return step
-
-
-def _compilable(case: Case, policy: str, timer: str) -> str | None:
-    if policy == "filter":
-        return "filter's length depends on data: it would recompile"
-    return no_graph_of_filter(case, policy, timer)
+    return indexed(inputs, False, write_rows)
 
 
 def _trap_only(case: Case, policy: str, timer: str) -> str | None:
@@ -158,7 +136,7 @@ def _trap_only(case: Case, policy: str, timer: str) -> str | None:
 
 COPIES = (
     Copy(
-        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"), supports=_compilable,
+        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"),
         steps=lambda case, policy: case.layout != "NHD" or policy == "remap",
     ),
     Copy(

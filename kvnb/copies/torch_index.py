@@ -43,48 +43,46 @@ def flat_rows(t: Tensor) -> Tensor:
     return t.view(-1 if t.dim() == 4 else t.shape[0], t.shape[-2] * t.shape[-1])
 
 
+def indexed(inputs: Inputs, by_block: bool, write_rows) -> Step:
+    """`write_rows(index, key, value)` once per layer, on the rows that slots stand for. The index comes from `step`:
+    slots for flat rows, or block and offset for the logical cache, whatever its strides."""
+    policy, size = inputs.policy, inputs.case.block_size
+
+    def step(slot_mapping):
+        slots, kept = placed(slot_mapping, policy)
+        index, count = (slots // size, slots % size) if by_block else (slots,), slots.shape[0]
+
+        def write(key, value):
+            write_rows(index, tokens_of(key, count, kept), tokens_of(value, count, kept))
+
+        return write
+
+    return step
+
+
 def _bind(inputs: Inputs, assign, see=lambda rows: rows) -> Step:
-    """A copy on flat NHD rows: `assign(cache_rows, slots, rows)`, both seen through `see`."""
-    key_rows, value_rows = see(flat_rows(inputs.key_cache)), see(flat_rows(inputs.value_cache))
-    policy = inputs.policy
+    """`assign(cache, index, rows)` for K and for V, both seen through `see`, and flat where the layout is NHD."""
+    by_block = inputs.case.layout != "NHD"
+    view = see if by_block else lambda t: see(flat_rows(t))
+    key_cache, value_cache = view(inputs.key_cache), view(inputs.value_cache)
 
-    def step(slot_mapping):
-        slots, kept = placed(slot_mapping, policy)
-        count = slots.shape[0]
+    def write_rows(index, key, value):
+        assign(key_cache, index, view(key))
+        assign(value_cache, index, view(value))
 
-        def write(key, value):
-            assign(key_rows, slots, see(flat_rows(tokens_of(key, count, kept))))
-            assign(value_rows, slots, see(flat_rows(tokens_of(value, count, kept))))
-
-        return write
-
-    return step
+    return indexed(inputs, by_block, write_rows)
 
 
-def _bind_by_block(inputs: Inputs, see=lambda rows: rows) -> Step:
-    """A copy on the logical cache, whatever its strides: `cache[block, offset] = rows`, both indices from `step`."""
-    key_cache, value_cache = see(inputs.key_cache), see(inputs.value_cache)
-    policy, block_size = inputs.policy, inputs.case.block_size
-
-    def step(slot_mapping):
-        slots, kept = placed(slot_mapping, policy)
-        block, offset, count = slots // block_size, slots % block_size, slots.shape[0]
-
-        def write(key, value):
-            key_cache[block, offset] = see(tokens_of(key, count, kept))
-            value_cache[block, offset] = see(tokens_of(value, count, kept))
-
-        return write
-
-    return step
+def _index_put(cache, index, rows):
+    cache[index] = rows
 
 
-def _index_put(cache_rows, slots, rows):
-    cache_rows[slots] = rows
+def _index_copy(cache, index, rows):
+    cache.index_copy_(0, index[0], rows)
 
 
-def _index_copy(cache_rows, slots, rows):
-    cache_rows.index_copy_(0, slots, rows)
+def _scatter(cache, index, rows):
+    cache.scatter_(0, index[0][:, None].expand_as(rows), rows)
 
 
 def _wide():
@@ -96,7 +94,7 @@ def _wide():
 
 def bind_index_put(inputs: Inputs) -> Step:
     """The issue's spelling: `cache[slot_mapping] = rows`; HND and packed: `cache[block, offset] = rows`"""
-    return _bind(inputs, _index_put) if inputs.case.layout == "NHD" else _bind_by_block(inputs)
+    return _bind(inputs, _index_put)
 
 
 def bind_index_copy(inputs: Inputs) -> Step:
@@ -106,7 +104,7 @@ def bind_index_copy(inputs: Inputs) -> Step:
 
 def bind_index_put_wide(inputs: Inputs) -> Step:
     """index_put with rows and cache seen as 16-byte elements (`view(torch.complex128)`): stock PyTorch"""
-    return _bind(inputs, _index_put, _wide()) if inputs.case.layout == "NHD" else _bind_by_block(inputs, _wide())
+    return _bind(inputs, _index_put, _wide())
 
 
 def bind_index_copy_wide(inputs: Inputs) -> Step:
@@ -116,31 +114,20 @@ def bind_index_copy_wide(inputs: Inputs) -> Step:
 
 def bind_scatter(inputs: Inputs) -> Step:
     """`cache.scatter_(0, slot_mapping expanded over the row, rows)` on flat rows"""
-
-    def scatter(cache_rows, slots, rows):
-        cache_rows.scatter_(0, slots[:, None].expand_as(rows), rows)
-
-    return _bind(inputs, scatter)
+    return _bind(inputs, _scatter)
 
 
 def bind_index_put_packed(inputs: Inputs) -> Step:
     """K and V in one launch: packed cache and projection seen as `[..., head, 2, head_size]`"""
-    case, policy = inputs.case, inputs.policy
-    size, heads, head_size = case.block_size, case.num_kv_heads, case.head_size
-    cache = inputs.storage[0].view(case.num_blocks, heads, size, 2, head_size).permute(0, 2, 1, 3, 4)
+    case = inputs.case
+    heads, head_size = case.num_kv_heads, case.head_size
+    cache = inputs.storage[0].view(case.num_blocks, heads, case.block_size, 2, head_size).permute(0, 2, 1, 3, 4)
     between = heads * head_size  # elements from a token's K to its V in the projection
 
-    def step(slot_mapping):
-        slots, kept = placed(slot_mapping, policy)
-        block, offset, count = slots // size, slots % size, slots.shape[0]
+    def write_rows(index, key, value):
+        cache[index] = key.as_strided((key.shape[0], heads, 2, head_size), (key.stride(0), head_size, between, 1))
 
-        def write(key, value):
-            both = key.as_strided((key.shape[0], heads, 2, head_size), (key.stride(0), head_size, between, 1))
-            cache[block, offset] = tokens_of(both, count, kept)
-
-        return write
-
-    return step
+    return indexed(inputs, True, write_rows)
 
 
 def no_graph_of_filter(case: Case, policy: str, timer: str) -> str | None:
@@ -172,7 +159,7 @@ def _one_fused_row(case: Case, policy: str, timer: str) -> str | None:
         return "needs the packed layout with K and V heads of one size"
     if case.source != "qkv":
         return "needs K and V as slices of one projection (source qkv): two tensors are not one view"
-    return no_graph_of_filter(case, policy, timer)
+    return None
 
 
 def indexes_in_step(case: Case, policy: str) -> bool:
@@ -211,7 +198,7 @@ COPIES = (
     Copy(
         "torch.index_put_packed",
         "torch",
-        POLICIES,
+        (*NULL, "remap"),
         bind_index_put_packed,
         BOTH,
         supports=_one_fused_row,

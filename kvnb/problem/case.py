@@ -16,6 +16,13 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
+def regime_of(num_tokens: int) -> str:
+    """decode, mixed or prefill."""
+    if num_tokens <= DECODE_TOKENS:
+        return "decode"
+    return "mixed" if num_tokens < PREFILL_TOKENS else "prefill"
+
+
 @dataclass(frozen=True)
 class Case:
     """A copy problem. Sizes count elements, `cache_bytes` counts bytes of the K and V caches together.
@@ -113,9 +120,7 @@ class Case:
 
     @property
     def regime(self) -> str:
-        if self.num_tokens <= DECODE_TOKENS:
-            return "decode"
-        return "mixed" if self.num_tokens < PREFILL_TOKENS else "prefill"
+        return regime_of(self.num_tokens)
 
     def fields(self) -> dict:
         """The case as a flat dict, in field order: the case columns of a run file."""
@@ -164,8 +169,7 @@ def _full() -> list[Case]:
         _gpu_case(n, **factor) for factor in (*factors, {"layout": "packed", "source": "qkv"}) for n in FIRST_LOOK
     ]
     for n in FIRST_LOOK[1:]:
-        regime = Case(n, cache_bytes=4 * GIB).regime
-        cases.append(_gpu_case(n, slots=regime))
+        cases.append(_gpu_case(n, slots=regime_of(n)))
     return cases
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import results, stats
+from kvnb.problem.case import regime_of
 from kvnb.problem.models import MODELS
 
 OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
@@ -204,7 +205,7 @@ def sentences(run: Run) -> list[str]:
         for regime, cells in best.groupby("regime"):
             theirs = rows_of(issue, {"regime": regime})
             theirs = _speedup(theirs) if len(theirs) else "not measured"
-            turns = [text for tokens, text in flips(best) if stats.regime_of(tokens) == regime]
+            turns = [text for tokens, text in flips(best) if regime_of(tokens) == regime]
             ours = f"kvnb's speedup over the {BEST} copy, mostly {cells['b'].mode()[0]}, is {_speedup(cells)}"
             losses = _losses(cells).removesuffix(", ")
             text = "; ".join(filter(None, [losses, f"{ours}, over {ISSUE} {theirs}", *turns]))
