@@ -175,7 +175,14 @@ def flips(rows: pd.DataFrame) -> list[tuple[int, str]]:
                 where = f"between {sizes[i - 1]:,} and {sizes[i]:,} tokens" if i > 1 else "from the fewest tokens on"
                 turn = f"turns to {'PyTorch' if slower[i] else 'kvnb'} {where}"
                 found.setdefault((sizes[i], turn), []).append(line_name(line.iloc[0]))
-    return [(tokens, f"{turn} for {', '.join(names)}") for (tokens, turn), names in sorted(found.items())]
+    return [(tokens, f"{turn} for {_some(names)}") for (tokens, turn), names in sorted(found.items())]
+
+
+def _some(names: list[str], most: int = 2) -> str:
+    """The shortest names, and how many more there are."""
+    names = sorted(names, key=len)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def headline(run: Run) -> str:
