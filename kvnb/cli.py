@@ -65,8 +65,9 @@ def _check(values: dict) -> None:
 def _name(values: dict, name: str = "") -> str:
     """The run's name as the user has it, or `name`, or one of now; said, so that it can be resumed."""
     values["run"] = values["run"] or name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{values['grid']}"
-    print(f"kvnb: run {values['run']}; if it is cut short, RUN={values['run']} goes on with it", file=sys.stderr)
-    return values["run"]
+    name = values["run"]
+    print(f"kvnb: run {name}; if it is cut short, the same command with RUN={name} goes on", file=sys.stderr)
+    return name
 
 
 def _from_root(path: Path | str) -> str:
@@ -83,6 +84,10 @@ def report(values: dict) -> None:
     with refusing():
         if values["run"] == "latest" or (paths.RECORDED / (values["run"] or "?")).is_dir():
             raise ValueError(f"run: reports/{values['run']} is kept for a link or a record; choose another name")
+    from kvnb.bench import run
+
+    with refusing():
+        run.planned(**values)
     name = _name(values)
     if values["copies_from"]:
         values["copies_from"] = _from_root(values["copies_from"])
@@ -93,9 +98,10 @@ def report(values: dict) -> None:
     runs = [path for path in (paths.LOCAL / f"{name}.parquet", *answers.recorded().values()) if path.is_file()]
     outcomes.append(execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
     index = pages.report(folder, outcomes, runs)
-    fresh = paths.REPORTS / f".latest.{os.getpid()}"
-    fresh.symlink_to(name)
-    os.replace(fresh, paths.REPORTS / "latest")
+    if not any(outcome.failure for outcome in outcomes):
+        fresh = paths.REPORTS / f".latest.{os.getpid()}"
+        fresh.symlink_to(name)
+        os.replace(fresh, paths.REPORTS / "latest")
     _tell(index, outcomes, runs)
 
 
@@ -124,7 +130,8 @@ def _tell(index: Path, outcomes: list, runs: list[Path]) -> None:
 
     for path in runs:
         run = answers.load(path)
-        print("", answers.headline(run), *(f"  - {sentence}" for sentence in answers.sentences(run)), sep="\n")
+        told = [] if paths.RECORDED in path.resolve().parents else answers.sentences(run)  # of this machine's run only
+        print("", answers.headline(run), *(f"  - {sentence}" for sentence in told), sep="\n")
     failed = [outcome for outcome in outcomes if outcome.failure]
     for outcome in failed:
         print(f"\n{outcome.name} failed:", *outcome.failure, sep="\n  ", file=sys.stderr)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from kvnb import copies as all_copies
 from kvnb import machine, paths
 from kvnb.bench import results
-from kvnb.copies.base import TIMERS
+from kvnb.copies.base import GPU_TIMERS
 from kvnb.problem.case import Case, grid, timings
 
 STOP_SECONDS = 10  # for a worker to end by itself
@@ -41,6 +41,10 @@ class Settings:
     workers: int
     rounds: int
     copies_from: str | None
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
 
 
 def measure(
@@ -61,11 +65,8 @@ def measure(
     ValueError for a device, grid, copy or timer that does not exist (naming those that do), and where a cut-off run
     asked for something else or ran on another machine.
     """
-    settings = _checked(device, grid, copies, timers, workers, rounds, copies_from)
-    run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
-    path = Path(path) if path else paths.LOCAL / f"{run}.parquet"
+    settings, path = planned(device, grid, copies, timers, run, workers, rounds, path, copies_from)
     if path.exists():
-        _refuse_other_contents(results.read(path), settings, path)
         return path
     parts = path.with_suffix(".parts")
     parts.mkdir(parents=True, exist_ok=True)
@@ -79,18 +80,36 @@ def measure(
     return path
 
 
+def planned(device, grid, copies, timers, run, workers, rounds, path=None, copies_from=None) -> tuple[Settings, Path]:
+    """What `measure` would do with these arguments, and its run file; writes nothing. Raises ValueError as it does."""
+    settings = _checked(device, grid, copies, timers, workers, rounds, copies_from)
+    run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
+    path = Path(path) if path else paths.LOCAL / f"{run}.parquet"
+    asked = path.with_suffix(".parts") / "settings.json"
+    if path.exists():
+        _refuse_other_contents(results.read(path), settings, path)
+    elif asked.exists() and asked.read_text() != settings.text:
+        raise ValueError(
+            f"{asked.parent} holds a run that was cut off and asked for {asked.read_text()}; resume it with these, "
+            "choose another run name, or delete that folder"
+        )
+    return settings, path
+
+
 def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) -> Settings:
     place = machine.resolve_device(device)
     grid(grid_name, place.type)
     if copies_from:
         all_copies.load_from(copies_from)
     chosen = {}
-    for what, value, valid in (("copies", copies, list(all_copies.REGISTRY)), ("timers", timers, list(TIMERS))):
+    timers_here = ["wall"] if place.type == "cpu" else list(GPU_TIMERS)
+    for what, value, valid in (("copies", copies, list(all_copies.REGISTRY)), ("timers", timers, timers_here)):
         names = [value] if isinstance(value, str) else list(value)
         chosen[what] = valid if names == ["all"] else names
         unknown = [name for name in chosen[what] if name not in valid]
         if unknown or not chosen[what]:
-            raise ValueError(f"{what} {', '.join(unknown) or '(none)'}: valid are all, {', '.join(valid)}")
+            here = f" on {place.type}" if what == "timers" else ""
+            raise ValueError(f"{what} {', '.join(unknown) or '(none)'}: valid{here} are all, {', '.join(valid)}")
     for what, value in (("workers", workers), ("rounds", rounds)):
         if value < 1:
             raise ValueError(f"{what} = {value} must be at least 1")
@@ -99,14 +118,7 @@ def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) ->
 
 def _measure_parts(settings: Settings, parts: Path) -> None:
     """Measure every case that has no part yet."""
-    asked = json.dumps(asdict(settings), indent=1)
-    settings_file = parts / "settings.json"
-    if settings_file.exists() and settings_file.read_text() != asked:
-        raise ValueError(
-            f"{parts} holds a run that was cut off and asked for {settings_file.read_text()}; resume it with these, "
-            "choose another run name, or delete that folder"
-        )
-    settings_file.write_text(asked)
+    (parts / "settings.json").write_text(settings.text)
     cases = grid(settings.grid, _type(settings.device))
     done = {int(part.stem) for part in parts.glob("*.parquet")}
     workers = [Worker(number, settings) for number in range(settings.workers)]

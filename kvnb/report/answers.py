@@ -71,6 +71,7 @@ class Run:
         self.where = {"part": "write", "padding": 0, "timer": self.timer, "state": "produced"}
         self.layouts = list(samples["layout"].unique())
         self.copies = sorted({*samples.loc[samples["family"] != "limit", "copy"]} - {OURS})
+        self.yours = sorted(samples.loc[samples["family"] == "yours", "copy"].unique())
         self.every_cell = stats.cells(samples)
         self.line = self._line()
         self.against = cache(self._against)
@@ -201,7 +202,16 @@ def headline(run: Run) -> str:
     first = f"{_losses(best) or 'PyTorch is faster in no cell, '}kvnb in {won}"
     first += f"; its speedup over the {BEST} copy is {ours}"
     second = f"Over {ISSUE}, the spelling of the issue, it is {theirs or 'not measured'}"
-    return f"{where}, {noise or f'margin {margin:.1%}'}: {first}. {second}."
+    return f"{where}, {noise or f'margin {margin:.1%}'}: {first}. {second}.{_reservations(run)}"
+
+
+def _reservations(run: Run) -> str:
+    """What the headline must not hide: copies without any time, and too few workers."""
+    cells = run.every_cell[run.every_cell["family"].isin(PYTORCH)]
+    absent = sorted(set(cells["copy"]) - set(cells.loc[cells["status"] == "ok", "copy"]))
+    text = f" Without a time in this run: {', '.join(absent)}." if absent else ""
+    workers = int(run.samples["worker"].max()) + 1
+    return text + (f" Only {_count(workers, 'worker')}, not 3: the intervals are too short." if workers < 3 else "")
 
 
 def sentences(run: Run) -> list[str]:
@@ -230,10 +240,10 @@ def summary_markdown(run: Run) -> str:
 # -- tables
 
 
-def verdict_table(run: Run, copies: Iterable[str] = MAIN) -> pd.DataFrame:
+def verdict_table(run: Run, copies: Iterable[str] = ()) -> pd.DataFrame:
     """Layout, copy, and per regime kvnb's speedup over it as a geometric mean: `2.10 [2.05, 2.15] FASTER (...)`."""
     rows = []
-    for layout, copy in itertools.product(run.layouts, copies):
+    for layout, copy in itertools.product(run.layouts, copies or (*MAIN, *run.yours)):
         regimes = rows_of(run.against(copy), {"layout": layout}).groupby("regime")
         rows.append({"layout": layout, "copy": label(copy)} | {regime: _speedup(cells) for regime, cells in regimes})
     table = pd.DataFrame(rows, columns=["layout", "copy", *REGIMES]).dropna(subset=list(REGIMES), how="all")

@@ -34,8 +34,22 @@ def write_notebook(name, source):
     nbformat.write(nbformat.v4.new_notebook(cells=cells), paths.NOTEBOOKS / f"{name}.ipynb")
 
 
+def report_mine(*more):
+    """`kvnb report` on the finished run, asking for what it holds."""
+    held = ",".join(sorted(set(results.load(paths.LOCAL / "mine.parquet")["copy"])))
+    asked = ["--run", "mine", "--device", "cpu", "--grid", "full", "--copies", held, *more]
+    return CliRunner().invoke(cli.app, ["report", *asked])
+
+
+def test_a_finished_run_is_not_taken_for_another(place):
+    done = report_mine("--grid", "quick")
+    assert done.exit_code == 2
+    assert "mine.parquet is a finished run without grid quick; choose another run name" in done.output
+    assert not (paths.REPORTS / "mine").exists()
+
+
 def test_a_report_of_the_live_and_the_recorded_run(place):
-    done = CliRunner().invoke(cli.app, ["report", "--run", "mine", "--device", "cpu"])
+    done = report_mine()
     assert done.exit_code == 0, done.output
     index = paths.REPORTS / "latest" / "index.html"
     assert done.stdout.splitlines()[-1] == str(paths.REPORTS / "mine" / "index.html")
@@ -51,9 +65,10 @@ def test_a_report_of_the_live_and_the_recorded_run(place):
 
 def test_a_failed_notebook_fails_the_report_and_the_others_still_run(place):
     write_notebook("01_copies", "1 / 0")
-    done = CliRunner().invoke(cli.app, ["report", "--run", "mine", "--device", "cpu"])
+    done = report_mine()
     assert done.exit_code == 1
     assert "ZeroDivisionError" in done.output
+    assert not (paths.REPORTS / "latest").exists()
     index = (paths.REPORTS / "mine" / "index.html").read_text()
     assert "01_copies failed" in index
     assert "ZeroDivisionError" in (paths.REPORTS / "mine" / "01_copies.html").read_text()
