@@ -12,7 +12,7 @@ from kvnb.copies.base import Copy
 from kvnb.problem import inputs as inputs_of
 from kvnb.problem.case import Case
 from kvnb.problem.inputs import Inputs
-from kvnb.problem.slots import KEEPS_NEGATIVE
+from kvnb.problem.slots import KEEPS_NEGATIVE, null_slots
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TOGETHER_BYTES = 1 << 30  # rows that `apply_sets` writes in one go
@@ -107,15 +107,8 @@ class Expectation:
 
     def _exempt(self) -> int:
         """How many slots at the cache's beginning may take padding: those of the policy's null slots."""
-        case, policy = self.inputs.case, self.inputs.policy
-        if not case.padded_tokens:
-            return 0
-        return {
-            "null_slot": 1,
-            "remap": 1,
-            "null_block": case.block_size,
-            "null_blocks": case.null_blocks * case.block_size,
-        }.get(policy, 0)
+        case = self.inputs.case
+        return null_slots(case, self.inputs.policy) if case.padded_tokens else 0
 
     def _real(self, slot_mapping: Tensor) -> Tensor:
         return slot_mapping >= (0 if self.inputs.policy in KEEPS_NEGATIVE else self._exempt())

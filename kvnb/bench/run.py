@@ -61,9 +61,8 @@ def measure(
     """Measure a grid and return the path of the run file (`data/local/<run>.parquet`, or `path`).
 
     `run` None makes a name of the time and the grid. A run that exists is complete and returned as it is; one that was
-    cut off goes on where it stopped. Raises
-    ValueError for a device, grid, copy or timer that does not exist (naming those that do), and where a cut-off run
-    asked for something else or ran on another machine.
+    cut off goes on where it stopped. Raises ValueError for a device, grid, copy or timer that does not exist (naming
+    those that do), and where an earlier run of that name asked for something else or ran on another machine.
     """
     settings, path = planned(device, grid, copies, timers, run, workers, rounds, path, copies_from)
     if path.exists():
@@ -151,11 +150,9 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
 
 def _refuse_other_contents(table: pa.Table, settings: Settings, path: Path) -> None:
     """A finished run stands for a call that asks for no more than it holds."""
-    held = {name: set(table[name].to_pylist()) for name in ("grid", "copy", "timer")}
-    asked = {"grid": {settings.grid}, "copy": set(settings.copies)}
-    for name, wanted in asked.items():
-        if wanted - held[name]:
-            lacks = ", ".join(sorted(wanted - held[name]))
+    for name, wanted in (("grid", {settings.grid}), ("copy", set(settings.copies))):
+        lacks = ", ".join(sorted(wanted - set(table[name].to_pylist())))
+        if lacks:
             raise ValueError(f"{path} is a finished run without {name} {lacks}; choose another run name")
 
 

@@ -33,7 +33,6 @@ PLACE = [
     "state",
 ]  # what two copies must share to be compared
 CELL = [*PLACE, "copy", "family", "policy"]
-VERDICTS = ("FASTER", "SLOWER", "SAME", "UNDECIDED")
 
 
 @lru_cache(maxsize=64)

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil
 from typing import Protocol
@@ -340,19 +340,19 @@ class GraphTimed(Timed):
     def _calls(self, rows: Sequence[int]) -> list[Callable[[], object]]:
         if self.cell.part == "step":
             return [lambda row=row: self._step(self.buffer[row]) for row in rows]
-        return [self._call(self._writes()[row], i) for i, row in enumerate(rows)]
+        return [self._call(self._writes[row], i) for i, row in enumerate(rows)]
 
+    @cached_property
     def _writes(self) -> list[Callable]:
         """A write per row of the buffer. Steps that launch work are captured: a refill carries them out again."""
-        if not hasattr(self, "_bound"):
-            self._bound: list[Callable] = []
-            bind_all = [lambda row=row: self._bound.append(self._step(row)) for row in self.buffer]
-            if self.cell.copy.steps(self.stage.case, self.cell.policy):
-                self._restep = self.bench.capture(bind_all)
-            else:
-                for bind in bind_all:
-                    bind()
-        return self._bound
+        bound: list[Callable] = []
+        bind_all = [lambda row=row: bound.append(self._step(row)) for row in self.buffer]
+        if self.cell.copy.steps(self.stage.case, self.cell.policy):
+            self._restep = self.bench.capture(bind_all)
+        else:
+            for bind in bind_all:
+                bind()
+        return bound
 
     def _capture(self, rows: Sequence[int]) -> Graph:
         graph = self.bench.capture(self._calls(rows))

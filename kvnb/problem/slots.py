@@ -76,6 +76,17 @@ def _sets_per_pass(case: Case, blocks: int, runs: int) -> int:
     return blocks * case.block_size // max(1, run_blocks * case.block_size + singles)
 
 
+def null_slots(case: Case, policy: str) -> int:
+    """How many slots from slot 0 on a policy sends padding to: 0 where it sends none to the null block."""
+    spread = {
+        "null_slot": 1,
+        "remap": 1,
+        "null_block": case.block_size,
+        "null_blocks": case.null_blocks * case.block_size,
+    }
+    return spread.get(policy, 0)
+
+
 def place_padding(slots: torch.Tensor, case: Case, policy: str) -> torch.Tensor:
     """slot_mapping as the engine hands it over under `policy`; `slots` `[..., num_tokens]` with -1 for padding.
 
@@ -89,7 +100,7 @@ def place_padding(slots: torch.Tensor, case: Case, policy: str) -> torch.Tensor:
         raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
     if policy in KEEPS_NEGATIVE:
         return slots
-    spread = {"null_slot": 1, "null_block": case.block_size, "null_blocks": case.null_blocks * case.block_size}[policy]
+    spread = null_slots(case, policy)
     padded = slots < 0
     turn = padded.long().cumsum(-1) - 1
     return torch.where(padded, turn % spread, slots)
