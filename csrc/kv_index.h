@@ -23,9 +23,9 @@ namespace kvnb {
 // n / divisor for 0 <= n < 2^31 as a multiplication and a shift, without a branch.
 // Source: Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994.
 struct Divisor {
-  uint32_t divisor = 1;
   uint32_t multiplier = uint32_t{1} << 31;  // ceil(2^(31 + shift) / divisor): exact for every n below 2^31
   uint32_t shift = 0;                       // ceil(log2(divisor))
+  uint32_t divisor = 1;                     // last, so that where a quotient is enough it is not fetched
 
   Divisor() = default;
   explicit Divisor(uint32_t d) : divisor(d) {

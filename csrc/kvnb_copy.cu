@@ -11,17 +11,29 @@
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
 //
-// Roads not taken, each tried on an H200:
-//   2 or 4 pairs of vectors in flight per thread, blocks of 64 and 256 threads   slower or equal at nearly every size
-//   K and V in threads of their own                           slower plainly, a little faster with dependent launch
-//   st.global.cs, st.global.L1::no_allocate                   faster in a chain of writes, slower when the rows are read
-//                                                             back after each write, as attention does: stores are plain
-//   ld.global.nc, L1::no_allocate, prefetch of 128 or 256 B   slower or equal
-//   a branch on the slot instead of predicated stores         ptxas sinks the loads behind it
+// What small copies are made of. A decode step's copy is a launch, one fetch of constants, one memory latency and the
+// stores, so the fast kernel is arranged around the instructions before its loads: no branch, shifts where a row is a
+// power of two, and every parameter that the loads need in the first 64-byte line of constants.
 //
-// Loads bypass L1 (ld.global.cg: each byte is read once).
+// Roads not taken, each tried on an H200 (times: 8 heads x 128 bf16 NHD, in CUDA graphs, inputs just produced):
+//   2 or 4 pairs of vectors in flight per thread, blocks of 64, 256 and 512 threads   slower or equal at nearly every size
+//   K and V in threads of their own                   slower plainly, a little faster with dependent launch
+//   ld.global.cg                                      128 heads, 32 tokens: 2.5 us against 2.1; 2,048 tokens 4.1 against 3.9
+//   ld.global.L1::no_allocate, ld.global.nc           2,048 tokens 5.9 and 6.3 us; equal where the sources are cold
+//   prefetch of 128 or 256 bytes                      slower or equal
+//   st.global.cs, st.global.L1::no_allocate           faster in a chain of writes, slower when the rows are read back after
+//                                                     each write, as attention does: stores are plain
+//   a branch on the slot instead of predicated stores ptxas sinks the loads behind it; 1 token 1.20 us against 1.09
+//   the token from blockIdx.x, one block a row        as fast as shifts, and only where a row fills whole blocks
+//   launch_dependents after the loads, as usual       ptxas sinks it behind the wait for the slot: 1 token 0.77 us against
+//                                                     0.65; kept in place, equal, except 8 % faster where one wave is full
+//   the stores' constants behind a computed index     no stall on them before the loads: 4,096 tokens 8.2 us against 8.4,
+//                                                     but 2,048 tokens 4.0 against 3.9
+//
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>
+
+#include <cstddef>
 
 #include "launch.h"
 
@@ -37,12 +49,12 @@ using kvnb::Rows;
 constexpr int kThreads = KVNB_THREADS;
 constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
-// Loads bypass L1. Stores are predicated rather than branched around: behind a branch on the slot, ptxas moves the loads
-// that must be in flight with the slot's own to where their values are used.
+// Loads are asm volatile to stay in their order; stores are predicated rather than branched around: behind a branch on the
+// slot, ptxas moves the loads that must be in flight with the slot's own to where their values are used.
 #define KVNB_ACCESS(type, ptx, reg, held)                                                                          \
   __device__ __forceinline__ type load(const type* from) {                                                         \
     held value;                                                                                                    \
-    asm volatile("ld.global.cg." ptx " %0, [%1];" : "=" reg(value) : "l"(from));                                   \
+    asm volatile("ld.global." ptx " %0, [%1];" : "=" reg(value) : "l"(from));                                   \
     return static_cast<type>(value);                                                                               \
   }                                                                                                                \
   __device__ __forceinline__ void store_if(bool condition, type* to, type value) {                                 \
@@ -57,7 +69,7 @@ KVNB_ACCESS(uint64_t, "u64", "l", uint64_t)
 
 __device__ __forceinline__ uint4 load(const uint4* from) {
   uint4 value;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(from));
   return value;
@@ -70,31 +82,33 @@ __device__ __forceinline__ void store_if(bool condition, uint4* to, const uint4&
 }
 
 // What the tuned kernel needs. Strides count vectors: 32 bits hold them, products are 64-bit.
-struct FastSide {
-  const uint4* source;
-  uint4* cache;
-  uint32_t token_stride;
-  uint32_t slot_stride;
+struct CacheStrides {
+  uint32_t slot;
   uint32_t block_extra;  // block_stride - block_size * slot_stride: 0 where blocks lie one behind the other
-  uint32_t head_stride;  // in the cache; the source's heads lie one behind the other
+  uint32_t head;
 };
 
 struct FastPlan {
+  // for the loads
   const void* slots;
-  FastSide key;
-  FastSide value;
+  const uint4* key_source;
+  const uint4* value_source;
   uint32_t num_pairs;
-  uint32_t num_slots;
   Divisor pairs_per_token;
+  uint32_t key_token_stride;  // of the source, whose heads lie one behind the other
+  uint32_t value_token_stride;
+  // for the stores
+  uint4* key_cache;
+  uint4* value_cache;
+  CacheStrides key;
+  CacheStrides value;
+  uint32_t num_slots;
   Divisor pairs_per_head;
   Divisor slots_per_block;
-  bool slots_are_64bit;
 };
-
-__device__ __forceinline__ int64_t load_slot(const void* slots, bool are_64bit, uint32_t token) {
-  return are_64bit ? static_cast<int64_t>(load(static_cast<const uint64_t*>(slots) + token))
-                   : int64_t{static_cast<int32_t>(load(static_cast<const uint32_t*>(slots) + token))};
-}
+// Constants are fetched in lines of 64 bytes; on sm_90 parameters begin 16 bytes into one, at 0x210.
+static_assert(offsetof(FastPlan, key_cache) == 64 - 16, "what the loads need is one line");
+static_assert(offsetof(FastPlan, slots_per_block.divisor) == 128 - 16, "what the stores need is the next");
 
 __device__ __forceinline__ void wait_for_producer() {
 #if __CUDA_ARCH__ >= 900
@@ -108,31 +122,37 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 #endif
 }
 
+// A slot as it is stored: uint64_t and uint32_t stand for int64 and int32.
+__device__ __forceinline__ int64_t slot_of(uint64_t stored) { return static_cast<int64_t>(stored); }
+__device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast<int32_t>(stored); }
+
 // The tuned kernel. No branch before the loads: threads past the end load the last pair again and store nothing, so
-// that the compiler can fetch every constant while the loads are in flight.
-template <bool kDependent>
+// that the compiler can fetch the stores' constants while the loads are in flight. The next kernel may launch at once:
+// it waits for this one's end before it reads.
+template <typename Slot, bool kPowerOfTwo, bool kDependent>
 __global__ void __launch_bounds__(kThreads) fast_kernel(const __grid_constant__ FastPlan plan) {
-  const uint32_t mine = blockIdx.x * kThreads + threadIdx.x;
-  if constexpr (kDependent) wait_for_producer();
-  const uint32_t pair = min(mine, plan.num_pairs - 1);
-  const uint32_t token = plan.pairs_per_token.quotient(pair);
-  const uint32_t within = pair - token * plan.pairs_per_token.divisor;
-  const int64_t slot = load_slot(plan.slots, plan.slots_are_64bit, token);
-  const uint4 key = load(plan.key.source + (uint64_t{token} * plan.key.token_stride + within));
-  const uint4 value = load(plan.value.source + (uint64_t{token} * plan.value.token_stride + within));
   if constexpr (kDependent) let_next_kernel_launch();
+  if constexpr (kDependent) wait_for_producer();
+  const uint32_t mine = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t pair = min(mine, plan.num_pairs - 1);
+  const uint32_t token = kPowerOfTwo ? pair >> plan.pairs_per_token.shift : plan.pairs_per_token.quotient(pair);
+  const uint32_t within = pair - token * plan.pairs_per_token.divisor;
+  const Slot stored = load(static_cast<const Slot*>(plan.slots) + token);
+  const uint4 key = load(plan.key_source + (uint64_t{token} * plan.key_token_stride + within));
+  const uint4 value = load(plan.value_source + (uint64_t{token} * plan.value_token_stride + within));
 
   const uint32_t head = plan.pairs_per_head.quotient(within);
   const uint32_t vector = within - head * plan.pairs_per_head.divisor;
+  const int64_t slot = slot_of(stored);
   const uint32_t low = static_cast<uint32_t>(slot);  // the whole slot, where it is one
   const uint32_t block = plan.slots_per_block.quotient(low);
-  auto to = [&](const FastSide& side) {
-    return side.cache + (uint64_t{head} * side.head_stride + vector) +
-           (uint64_t{low} * side.slot_stride + uint64_t{block} * side.block_extra);
+  auto to = [&](uint4* cache, const CacheStrides& strides) {
+    return cache + (uint64_t{head} * strides.head + vector) +
+           (uint64_t{low} * strides.slot + uint64_t{block} * strides.block_extra);
   };
   const bool written = mine < plan.num_pairs && kvnb::is_written(slot, plan.num_slots);
-  store_if(written, to(plan.key), key);
-  store_if(written, to(plan.value), value);
+  store_if(written, to(plan.key_cache, plan.key), key);
+  store_if(written, to(plan.value_cache, plan.value), value);
 }
 
 // Everything else: narrow vectors, heads of the source apart, K and V heads of different sizes, 2^31 slots and more.
@@ -153,6 +173,7 @@ struct GeneralPlan {
 template <typename Vector, bool kDependent>
 __global__ void __launch_bounds__(kThreads) general_kernel(const __grid_constant__ GeneralPlan plan) {
   const uint32_t pair = blockIdx.x * kThreads + threadIdx.x;
+  if constexpr (kDependent) let_next_kernel_launch();
   if constexpr (kDependent) wait_for_producer();
   if (pair >= plan.num_pairs) return;
   const uint32_t token = plan.pairs_per_token.quotient(pair);
@@ -160,11 +181,11 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const __grid_constant
   const uint32_t head = plan.pairs_per_head.quotient(within);
   const uint32_t vector = within - head * plan.pairs_per_head.divisor;
   const bool in_key = vector < plan.key_vectors, in_value = vector < plan.value_vectors;
-  const int64_t slot = load_slot(plan.slots, plan.slots_are_64bit, token);
+  const int64_t slot = plan.slots_are_64bit ? slot_of(load(static_cast<const uint64_t*>(plan.slots) + token))
+                                            : slot_of(load(static_cast<const uint32_t*>(plan.slots) + token));
   Vector key = {}, value = {};
   if (in_key) key = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.key, token, head)) + vector);
   if (in_value) value = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.value, token, head)) + vector);
-  if constexpr (kDependent) let_next_kernel_launch();
   const bool written = kvnb::is_written(slot, plan.num_slots);
   const int64_t block = slot / plan.block_size, offset = slot % plan.block_size;
   store_if(written && in_key, reinterpret_cast<Vector*>(kvnb::cache_row(plan.key, block, offset, head)) + vector, key);
@@ -220,14 +241,23 @@ bool is_fast(const Rows& rows, int64_t block_size) {
   return rows.source_head_stride == rows.head_bytes;
 }
 
-FastSide fast_side(const Rows& rows, int64_t block_size) {
-  auto vectors = [](int64_t bytes) { return static_cast<uint32_t>(bytes / 16); };
-  return {reinterpret_cast<const uint4*>(rows.source),
-          reinterpret_cast<uint4*>(rows.cache),
-          vectors(rows.source_token_stride),
-          vectors(rows.slot_stride),
-          vectors(rows.block_stride - block_size * rows.slot_stride),
-          vectors(rows.head_stride)};
+uint32_t vectors(int64_t bytes) { return static_cast<uint32_t>(bytes / 16); }
+
+CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
+  return {vectors(rows.slot_stride), vectors(rows.block_stride - block_size * rows.slot_stride), vectors(rows.head_stride)};
+}
+
+template <typename Slot, bool kPowerOfTwo>
+cudaError_t launch_fast(const FastPlan& plan, bool dependent, cudaStream_t stream) {
+  return launch(dependent ? fast_kernel<Slot, kPowerOfTwo, true> : fast_kernel<Slot, kPowerOfTwo, false>, plan, dependent,
+                stream);
+}
+
+template <typename Slot>
+cudaError_t launch_fast(const FastPlan& plan, bool dependent, cudaStream_t stream) {
+  const uint32_t pairs = plan.pairs_per_token.divisor;
+  return (pairs & (pairs - 1)) == 0 ? launch_fast<Slot, true>(plan, dependent, stream)
+                                    : launch_fast<Slot, false>(plan, dependent, stream);
 }
 
 // One launch: at most kMostPairsPerLaunch pairs.
@@ -247,10 +277,22 @@ cudaError_t copy_tokens(const Problem& problem, int64_t width, bool dependent, c
                               value_vectors, pairs_per_token, pairs_per_head, problem.slots_are_64bit};
     return launch_general(plan, width, dependent, stream);
   }
-  const FastPlan plan = {problem.slots, fast_side(key, problem.block_size), fast_side(value, problem.block_size), num_pairs,
-                         static_cast<uint32_t>(problem.num_slots), pairs_per_token, pairs_per_head,
-                         Divisor(static_cast<uint32_t>(problem.block_size)), problem.slots_are_64bit};
-  return launch(dependent ? fast_kernel<true> : fast_kernel<false>, plan, dependent, stream);
+  const FastPlan plan = {problem.slots,
+                         reinterpret_cast<const uint4*>(key.source),
+                         reinterpret_cast<const uint4*>(value.source),
+                         num_pairs,
+                         pairs_per_token,
+                         vectors(key.source_token_stride),
+                         vectors(value.source_token_stride),
+                         reinterpret_cast<uint4*>(key.cache),
+                         reinterpret_cast<uint4*>(value.cache),
+                         cache_strides(key, problem.block_size),
+                         cache_strides(value, problem.block_size),
+                         static_cast<uint32_t>(problem.num_slots),
+                         pairs_per_head,
+                         Divisor(static_cast<uint32_t>(problem.block_size))};
+  return problem.slots_are_64bit ? launch_fast<uint64_t>(plan, dependent, stream)
+                                 : launch_fast<uint32_t>(plan, dependent, stream);
 }
 
 }  // namespace

@@ -19,8 +19,8 @@ template <bool kDependent>
 __global__ void empty_kernel() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kDependent) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 #endif
 }
@@ -30,7 +30,7 @@ __device__ void copy_tile(uint4* to, const uint4* from, int64_t vectors, int64_t
   const int64_t first = tile * kTile + threadIdx.x;
 #pragma unroll
   for (int j = 0; j < kInFlight; ++j)
-    if (first + j * kThreads < vectors) held[j] = __ldcg(from + first + j * kThreads);
+    if (first + j * kThreads < vectors) held[j] = from[first + j * kThreads];
 #pragma unroll
   for (int j = 0; j < kInFlight; ++j)
     if (first + j * kThreads < vectors) to[first + j * kThreads] = held[j];

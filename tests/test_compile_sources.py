@@ -143,16 +143,16 @@ def test_every_16_byte_load_is_under_way_before_the_first_store(wide):
 
 
 def test_no_16_byte_load_waits_for_a_slot(wide):
-    """Where a thread moves one vector of K and of V (few tokens: latency is all there is), slot and rows cost one
-    memory latency together: nothing reads an int64 slot before the last load of rows.
-    """
-    few = [kernel for kernel in wide if len(kernel.places("LDG.E.128")) == 2]
-    assert {kernel.dependent for kernel in few} == {False, True}
-    for kernel in few:
-        [place], last = kernel.places("LDG.E.64"), max(kernel.places("LDG.E.128"))
-        register = int(kernel.code[place].writes.removeprefix("R"))
-        between = kernel.code[place + 1 : last]
-        assert not [i for i in between if i.reads_register(register) or i.reads_register(register + 1)], kernel
+    """Slot and rows cost one memory latency together: nothing reads a slot before the last load of rows."""
+    for kernel in wide:
+        last = max(kernel.places("LDG.E.128"))
+        slots = [place for place in kernel.places("LDG") if not kernel.code[place].name.startswith("LDG.E.128")]
+        assert slots, kernel
+        for place in slots:
+            register = int(kernel.code[place].writes.removeprefix("R"))
+            pair = range(register, register + (2 if ".64" in kernel.code[place].name else 1))
+            between = kernel.code[place + 1 : last]
+            assert not [i for i in between for register in pair if i.reads_register(register)], kernel
 
 
 def test_a_dependent_launch_waits_before_it_reads_anything(kernels):
@@ -160,6 +160,14 @@ def test_a_dependent_launch_waits_before_it_reads_anything(kernels):
         waits = kernel.places("ACQBULK")
         assert len(waits) == kernel.dependent, kernel
         assert not waits or waits[0] < min(kernel.places("LDG")), kernel
+
+
+def test_the_next_kernel_may_launch_before_this_one_waits(kernels):
+    """Later in the kernel, ptxas moves griddepcontrol.launch_dependents (PREEXIT) behind the wait for the slot."""
+    for kernel in kernels:
+        lets = kernel.places("PREEXIT")
+        assert len(lets) == kernel.dependent, kernel
+        assert not lets or lets[0] < kernel.places("ACQBULK")[0], kernel
 
 
 def test_no_kernel_spills_to_local_memory(kernels):
