@@ -6,16 +6,20 @@ import inspect
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvnb import paths
 from kvnb.report import parameters
+
+if TYPE_CHECKING:
+    from kvnb.report.execute import Outcome
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -70,6 +74,17 @@ def _name(values: dict, name: str = "") -> str:
     return name
 
 
+def _execute(name: str, values: dict, folder: Path) -> Outcome:
+    """`execute`, and how long it took, on stderr: a report takes minutes."""
+    from kvnb.report.execute import execute
+
+    start = time.monotonic()
+    outcome = execute(name, values, folder)
+    ended = "failed after" if outcome.failure else "took"
+    print(f"kvnb: {name} {ended} {time.monotonic() - start:.0f} s", file=sys.stderr)
+    return outcome
+
+
 def _from_root(path: Path | str) -> str:
     """A path as notebooks of a report take it: they run in the repository's root."""
     return Path(os.path.relpath(path, paths.ROOT)).as_posix()
@@ -79,7 +94,6 @@ def _from_root(path: Path | str) -> str:
 def report(values: dict) -> None:
     """Run the notebooks here and write reports/<run>/index.html, recorded runs beside the live one."""
     from kvnb.report import answers, pages
-    from kvnb.report.execute import execute
 
     with refusing():
         if values["run"] == "latest" or (paths.RECORDED / (values["run"] or "?")).is_dir():
@@ -94,9 +108,9 @@ def report(values: dict) -> None:
     folder = paths.REPORTS / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # yours, not the project's
-    outcomes = [execute("01_copies", {}, folder), execute("02_measure", values, folder)]
+    outcomes = [_execute("01_copies", {}, folder), _execute("02_measure", values, folder)]
     runs = [path for path in (paths.LOCAL / f"{name}.parquet", *answers.recorded().values()) if path.is_file()]
-    outcomes.append(execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
+    outcomes.append(_execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
     index = pages.report(folder, outcomes, runs)
     if not any(outcome.failure for outcome in outcomes):
         fresh = paths.REPORTS / f".latest.{os.getpid()}"
@@ -109,7 +123,6 @@ def report(values: dict) -> None:
 def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/recorded")] = None) -> None:
     """Render the recorded runs into reports/<gpu>/: needs no GPU, writes the same bytes every time."""
     from kvnb.report import answers, pages
-    from kvnb.report.execute import execute
 
     recorded = answers.recorded()
     with refusing():
@@ -119,7 +132,7 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
             raise ValueError(f"gpu: {parameters.unknown(gpu, recorded)}")
     for name in [gpu] if gpu else recorded:
         folder = paths.REPORTS / name
-        outcome = execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)
+        outcome = _execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)
         pages.figure(folder, recorded[name])
         _tell(pages.report(folder, [outcome], [recorded[name]]), [outcome], [recorded[name]])
 

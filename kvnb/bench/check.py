@@ -35,8 +35,7 @@ def check(copy: Copy, case: Case, device: str | torch.device = "cpu", policy: st
     Raises WrongCopy naming the first wrong row, ValueError where the copy does not support the case.
     """
     policy = policy or copy.policies[0]
-    kind = torch.device(device).type
-    reason = copy.reason_against(case, policy, copy.timer_on(kind), kind)
+    reason = copy.reason_on(case, policy, torch.device(device).type)
     if reason:
         raise ValueError(f"{copy.name} cannot be checked here: {reason}")
     inputs = inputs_of.make(case, device, policy=policy, source_sets=2, slot_count=3)

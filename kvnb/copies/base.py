@@ -82,10 +82,6 @@ class Copy:
             digest.update(path.read_bytes())
         return digest.hexdigest()[:10]
 
-    def timer_on(self, device: str) -> str:
-        """The first of its timers that a device type has; "wall" where there is none, which it then refuses."""
-        return next((timer for timer in self.timers if (timer == "wall") == (device == "cpu")), "wall")
-
     def reason_against(self, case: Case, policy: str, timer: str, device: str) -> str | None:
         """Why this copy cannot be measured in this cell, or None."""
         if device not in self.devices:
@@ -95,3 +91,9 @@ class Copy:
         if timer not in self.timers:
             return f"timer {timer} says nothing about it"
         return self.supports(case, policy, timer)
+
+    def reason_on(self, case: Case, policy: str, device: str) -> str | None:
+        """Why no timer of a device type can measure this copy here, or None where one can."""
+        timers = [timer for timer in self.timers if (timer == "wall") == (device == "cpu")] or ["wall"]
+        reasons = [self.reason_against(case, policy, timer, device) for timer in timers]
+        return None if None in reasons else reasons[0]
