@@ -22,6 +22,7 @@ LEAST_MARGIN = 0.02  # a difference of 2 % is not worth a verdict
 WIDEST_SAME = 0.10  # where the margin is wider, nothing is called SAME: the noise hides it
 LIMIT_BYTES = 32_000_000  # percent of limit.copy is quoted from here on
 LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict below this many times an empty event pair
+TOGETHER = 64  # groups whose bootstrap is drawn in one go
 NOISE = ("kvnb.again", "kvnb")  # one copy measured under two names
 PLACE = [
     "run_id",
@@ -46,13 +47,28 @@ def _draws(rounds: tuple[int, ...]) -> np.ndarray:
     return picked.reshape(RESAMPLES, -1)
 
 
-def median_interval(by_round: pd.Series) -> tuple[float, float, float]:
-    """Median and its 95 % interval (median, low, high); `by_round` is indexed by (worker, round)."""
-    rounds = tuple(by_round.groupby(level="worker", sort=True).size())
-    values = by_round.sort_index().to_numpy()
-    medians = np.median(values[_draws(rounds)], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(np.median(values)), float(low), float(high)
+def intervals(rounds: pd.DataFrame, keys: list[str], value: str) -> pd.DataFrame:
+    """Median of column `value` and its 95 % interval for every group of `keys`: keys, median, low, high.
+
+    `rounds` has a row per worker and round of each group; groups keep the order in which they first appear.
+    """
+    group = rounds.groupby(keys, sort=False, observed=True).ngroup().to_numpy()
+    order = np.lexsort((rounds["round"], rounds["worker"], group))
+    values, group, worker = (column[order] for column in (rounds[value].to_numpy(), group, rounds["worker"].to_numpy()))
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    turns = np.flatnonzero((np.diff(group, prepend=-1) != 0) | (np.diff(worker, prepend=-1) != 0))
+    sizes = np.split(np.diff(turns, append=len(values)), np.searchsorted(turns, first)[1:])
+    table = np.empty((len(first), 3))
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, rounds_of_workers in zip(range(len(first)), sizes):
+        alike.setdefault(tuple(rounds_of_workers.tolist()), []).append(number)
+    for shape, numbers in alike.items():
+        for some in np.array_split(numbers, -(-len(numbers) // TOGETHER)):
+            matrix = values[first[some][:, None] + np.arange(sum(shape))]
+            medians = np.median(matrix[:, _draws(shape)], axis=2)
+            table[some] = np.column_stack([np.median(matrix, axis=1), *np.percentile(medians, [2.5, 97.5], axis=1)])
+    named = rounds[keys].iloc[order[first]].reset_index(drop=True)
+    return named.assign(median=table[:, 0], low=table[:, 1], high=table[:, 2])
 
 
 def _with_regime(samples: pd.DataFrame) -> pd.DataFrame:
@@ -86,13 +102,8 @@ def cells(samples: pd.DataFrame) -> pd.DataFrame:
     )
     bad = samples[samples["status"] != "ok"].drop_duplicates(CELL).set_index(CELL)[["status", "reason"]]
     table = table.join(bad).fillna({"status": "ok", "reason": ""})
-    times = {
-        key: median_interval(rows.set_index(["worker", "round"])["seconds"])
-        for key, rows in by_round(samples).groupby(CELL, sort=False)
-    }
-    columns = pd.DataFrame.from_dict(times, orient="index", columns=["seconds", "low", "high"])
-    columns.index = pd.MultiIndex.from_tuples(columns.index, names=CELL) if len(columns) else table.index[:0]
-    table = table.join(columns).reset_index()
+    times = intervals(by_round(samples), CELL, "seconds").rename(columns={"median": "seconds"})
+    table = table.join(times.set_index(CELL)).reset_index()
     table["gbps"] = table["bytes_moved"] / table["seconds"] / 1e9
     return table.assign(limit_percent=_limit_percent(table))
 
@@ -109,7 +120,11 @@ def noise_floor(samples: pd.DataFrame) -> pd.DataFrame:
 
     In nine of ten cells the far end of that interval lies nearer to 1 than the floor.
     """
-    same = _speedups(by_round(samples), *NOISE)
+    return _floors(by_round(samples))
+
+
+def _floors(rounds: pd.DataFrame) -> pd.DataFrame:
+    same = _speedups(rounds, *NOISE)
     far = np.maximum(same["high"] - 1, 1 - same["low"])
     return far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor").reset_index()
 
@@ -122,31 +137,33 @@ def _speedups(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
         if pair.duplicated(keys).any() and pair["policy" + side].nunique() > 1:
             raise ValueError(f"{name} was measured under several policies: select one before comparing")
     pair["ratio"] = pair["seconds_b"] / pair["seconds_a"]
-    rows = [
-        (*key, *median_interval(group.set_index(["worker", "round"])["ratio"]))
-        for key, group in pair.groupby(PLACE, sort=False)
-    ]
-    return pd.DataFrame(rows, columns=[*PLACE, "speedup", "low", "high"]).astype(
-        {name: float for name in ("speedup", "low", "high")}
-    )
+    return intervals(pair, PLACE, "ratio").rename(columns={"median": "speedup"})
 
 
-def compare(samples: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+class Timed:
+    """Samples made ready once for many comparisons: medians by round, noise floors, the names of the copies."""
+
+    def __init__(self, samples: pd.DataFrame) -> None:
+        self.copies = list(samples["copy"].unique())
+        self.rounds = by_round(samples)
+        self.floors = _floors(self.rounds).set_index(["timer", "state"])["floor"]
+
+
+def compare(samples: pd.DataFrame | Timed, a: str, b: str) -> pd.DataFrame:
     """Speedup of copy `a` over copy `b` (time of b / time of a: 2.1: a is 2.1 times as fast), a row per matching cell.
 
     Columns: PLACE, a, b, speedup, low, high, margin, verdict (about a), reason. Raises ValueError for a copy that the
     run does not hold, and where a copy was measured under several policies.
     """
-    held = samples["copy"].unique()
+    timed = samples if isinstance(samples, Timed) else Timed(samples)
     for name in (a, b):
-        if name not in held:
-            raise ValueError(f"copy {name!r} is not in this run; it holds {', '.join(sorted(held))}")
-    table = _speedups(by_round(samples), a, b).assign(a=a, b=b)
-    floors = noise_floor(samples).set_index(["timer", "state"])["floor"]
-    table["margin"] = table.join(floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
+        if name not in timed.copies:
+            raise ValueError(f"copy {name!r} is not in this run; it holds {', '.join(sorted(timed.copies))}")
+    table = _speedups(timed.rounds, a, b).assign(a=a, b=b)
+    table["margin"] = table.join(timed.floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
     table["verdict"] = [verdict(*row) for row in table[["low", "high", "margin"]].itertuples(index=False)]
     table["reason"] = [reason_for(*row) for row in table[["verdict", "low", "high", "margin"]].itertuples(index=False)]
-    return _withhold_short_calls(table, samples)
+    return _withhold_short_calls(table, timed.rounds)
 
 
 def verdict(low: float, high: float, margin: float) -> str:
@@ -167,11 +184,11 @@ def reason_for(word: str, low: float, high: float, margin: float) -> str:
     return f"[{low:.3f}, {high:.3f}] lies {where} 1 +- {margin:.1%}"
 
 
-def _withhold_short_calls(table: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+def _withhold_short_calls(table: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
     """Timer `call` cannot judge cells that last less than LEAST_EVENT_PAIRS empty event pairs."""
     if not (table["timer"] == "call").any():
         return table
-    timed = by_round(samples[samples["timer"] == "call"])
+    timed = rounds[rounds["timer"] == "call"]
     pair = timed.loc[timed["copy"] == "limit.event", "seconds"].median()
     shortest = timed[timed["copy"].isin([table["a"].iloc[0], table["b"].iloc[0]])].groupby(PLACE)["seconds"].median()
     lasts = table.join(shortest.rename("lasts"), on=PLACE)["lasts"]
