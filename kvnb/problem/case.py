@@ -132,6 +132,9 @@ class Case:
             heads += f"/{self.value_head_size}"
         extras = [self.source] * (self.source != "contiguous") + [f"{self.slots} slots"] * (self.slots != "random")
         extras += [f"{self.padding:.0%} padded"] * (self.padding > 0)
+        extras += [f"blocks of {self.block_size}"] * (self.block_size != 16)
+        roomy = self.cache_bytes > max(GIB, 2 * self.num_tokens * self.token_bytes)
+        extras += [f"{self.cache_bytes / GIB:.3g} GiB cache"] * roomy
         return " ".join([f"{self.num_tokens} tokens", heads, self.dtype, self.layout, *extras])
 
 
@@ -140,7 +143,7 @@ CASE_FIELDS = tuple(field.name for field in fields(Case))
 
 # ------------------------------------------------------------------------------------------------------------- grids
 
-GRIDS = ("quick", "full")
+GRIDS = ("quick", "full", "releases")
 HEADLINE = ("graph", "produced")  # timer and state of the first answer on a GPU
 CPU_HEADLINE = ("wall", "produced")
 EVERY_TIMING = (
@@ -151,26 +154,37 @@ EVERY_TIMING = (
 )  # fmt: skip
 FIRST_LOOK = (1, 32, 256, 1024, 4096, 16384, 65536)
 EVERY_TIMING_AT = (1, 32, 256, 1024, 16384)  # tokens
+AROUND = (32, 256, 2048, 16384)  # tokens at which one factor is varied
 FINE = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 
 
-def _gpu_case(num_tokens: int, **fields) -> Case:
+def _gpu_case(num_tokens: int, cache_bytes: int = GIB, **fields) -> Case:
     """A case whose cache holds 1 GiB (many times any L2; fits a small GPU twice), and at least twice its tokens."""
     token_bytes = Case(0, cache_bytes=GIB, **fields).token_bytes
-    return Case(num_tokens, cache_bytes=max(GIB, 2 * num_tokens * token_bytes), **fields)
+    return Case(num_tokens, cache_bytes=max(cache_bytes, 2 * num_tokens * token_bytes), **fields)
 
 
 def _full() -> list[Case]:
-    """Tokens x heads at head size 128, then one factor at a time around 8 x 128 bf16 NHD."""
+    """Tokens x heads at head size 128 in NHD and packed, then one factor at a time around 8 x 128 bf16 NHD."""
     cases = [_gpu_case(n, layout=layout) for layout in ("NHD", "packed") for n in FINE]
-    cases += [_gpu_case(n, num_kv_heads=heads) for heads in (1, 4, 32, 128) for n in FIRST_LOOK]
-    factors = ({"layout": "HND"}, {"head_size": 64}, {"dtype": "float16"}, {"dtype": "float32"}, {"source": "qkv"})
-    cases += [
-        _gpu_case(n, **factor) for factor in (*factors, {"layout": "packed", "source": "qkv"}) for n in FIRST_LOOK
-    ]
-    for n in FIRST_LOOK[1:]:
-        cases.append(_gpu_case(n, slots=regime_of(n)))
-    return cases
+    for layout in ("NHD", "packed"):
+        for heads in (1, 2, 4, 16, 32, 128):
+            tokens = FIRST_LOOK if heads < 128 else FIRST_LOOK[:-1]  # the last would move 8.6 GB a call
+            cases += [_gpu_case(n, num_kv_heads=heads, layout=layout) for n in tokens]
+    for factor in ({"layout": "HND"}, {"source": "qkv"}, {"layout": "packed", "source": "qkv"}):
+        cases += [_gpu_case(n, **factor) for n in FIRST_LOOK]
+    factors = [{"head_size": size} for size in (64, 80, 96, 192, 256)]
+    factors += [{"dtype": "float16"}, {"dtype": "float32"}]
+    factors += [{"block_size": size} for size in (32, 64, 128, 256, 1600)]
+    factors += [{"cache_bytes": size * GIB} for size in (4, 64)]
+    cases += [_gpu_case(n, **factor) for factor in factors for n in AROUND]
+    return cases + [_gpu_case(n, slots=regime_of(n)) for n in FIRST_LOOK[1:]]
+
+
+def _releases() -> list[Case]:
+    """What vLLM's releases are compared on: one NHD problem, and the sources and layouts of their default backends."""
+    kinds = (("NHD", "contiguous"), ("NHD", "qkv"), ("packed", "qkv"))
+    return [_gpu_case(n, layout=layout, source=source) for layout, source in kinds for n in FIRST_LOOK]
 
 
 def _cpu(tokens: tuple[int, ...], heads: tuple[int, ...]) -> list[Case]:
@@ -182,10 +196,12 @@ def grid(name: str, device: str = "cuda") -> list[Case]:
     """The cases of a named grid on a device type ("cuda" or "cpu": smaller). Raises ValueError naming the grids."""
     if name not in GRIDS:
         raise ValueError(f"grid {name!r} is not one of {', '.join(GRIDS)}")
+    if (name, device) == ("releases", "cpu"):
+        raise ValueError("grid 'releases' compares CUDA kernels and needs a GPU; a CPU has quick and full")
     if device == "cpu":
         return _cpu((1, 32, 256, 2048), (8,)) if name == "quick" else _cpu((1, 8, 64, 256, 1024, 4096), (1, 8, 32))
-    if name == "full":
-        return _full()
+    if name != "quick":
+        return _full() if name == "full" else _releases()
     return [_gpu_case(n, layout=layout) for layout in ("NHD", "packed") for n in FIRST_LOOK[:-1]]
 
 
@@ -195,6 +211,8 @@ def timings(name: str, case: Case, device: str = "cuda") -> tuple[tuple[str, str
         return (CPU_HEADLINE,)
     if name == "quick":
         return (HEADLINE, ("eager", "produced"))
+    if name == "releases":
+        return (HEADLINE, ("graph", "cold"))
     plain = _gpu_case(case.num_tokens, layout=case.layout)
     in_full = case == plain and case.layout != "HND" and case.num_tokens in EVERY_TIMING_AT
     return EVERY_TIMING if in_full else (HEADLINE,)
