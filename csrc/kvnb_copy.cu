@@ -11,24 +11,27 @@
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
 //
-// What small copies are made of. A decode step's copy is a launch, one fetch of constants, one memory latency and the
+// What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
 // stores, so the fast kernel is arranged around the instructions before its loads: no branch, shifts where a row is a
-// power of two, and every parameter that the loads need in the first 64-byte line of constants.
+// power of two, and every parameter that the loads need in one 64-byte line of constants. (ptxas still hoists two
+// constants of the next line above the loads; see the last road.)
 //
-// Roads not taken, each tried on an H200 (times: 8 heads x 128 bf16 NHD, in CUDA graphs, inputs just produced):
+// Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
+// said, first the road's, then what is here:
 //   2 or 4 pairs of vectors in flight per thread, blocks of 64, 256 and 512 threads   slower or equal at nearly every size
-//   K and V in threads of their own                   slower plainly, a little faster with dependent launch
-//   ld.global.cg                                      128 heads, 32 tokens: 2.5 us against 2.1; 2,048 tokens 4.1 against 3.9
-//   ld.global.L1::no_allocate, ld.global.nc           2,048 tokens 5.9 and 6.3 us; equal where the sources are cold
-//   prefetch of 128 or 256 bytes                      slower or equal
-//   st.global.cs, st.global.L1::no_allocate           faster in a chain of writes, slower when the rows are read back after
-//                                                     each write, as attention does: stores are plain
-//   a branch on the slot instead of predicated stores ptxas sinks the loads behind it; 1 token 1.20 us against 1.09
-//   the token from blockIdx.x, one block a row        as fast as shifts, and only where a row fills whole blocks
-//   launch_dependents after the loads, as usual       ptxas sinks it behind the wait for the slot: 1 token 0.77 us against
-//                                                     0.65; kept in place, equal, except 8 % faster where one wave is full
-//   the stores' constants behind a computed index     no stall on them before the loads: 4,096 tokens 8.2 us against 8.4,
-//                                                     but 2,048 tokens 4.0 against 3.9
+//   K and V in threads of their own           slower launched plainly, a little faster launched dependently
+//   ld.global.cg                              2,048 tokens 4.1 us, 3.9; 128 heads x 128, 32 tokens 2.5 us, 2.1
+//   ld.global.L1::no_allocate, ld.global.nc   2,048 tokens 5.9 and 6.3 us, 3.9; no difference where the sources are cold
+//   prefetch of 128 or 256 bytes              slower or equal
+//   st.global.cs, st.global.L1::no_allocate   faster in a chain of writes, slower when the rows are read back after each
+//                                             write, as attention does: stores are plain
+//   a branch on the slot, stores behind it    ptxas sinks the loads behind it too: 1 token 1.20 us, 1.09
+//   the token from blockIdx.x, a block a row  as fast as shifts, and only where a row fills whole blocks
+//   launch_dependents after the loads         where most put it. ptxas sinks it behind the wait for the slot: 1 token
+//                                             0.77 us, 0.65. Kept from sinking, it is as fast as first, and 8 % faster
+//                                             at 2,048 tokens, but nothing keeps it there in every compiler
+//   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4; but 2,048
+//   that the compiler cannot know             tokens 4.0 us, 3.9
 //
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>
@@ -49,12 +52,12 @@ using kvnb::Rows;
 constexpr int kThreads = KVNB_THREADS;
 constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
-// Loads are asm volatile to stay in their order; stores are predicated rather than branched around: behind a branch on the
-// slot, ptxas moves the loads that must be in flight with the slot's own to where their values are used.
+// Loads are asm volatile so that none moves above griddepcontrol.wait. Stores are predicated rather than branched around:
+// behind a branch on the slot, ptxas moves the loads that must be in flight with the slot's own to where they are used.
 #define KVNB_ACCESS(type, ptx, reg, held)                                                                          \
   __device__ __forceinline__ type load(const type* from) {                                                         \
     held value;                                                                                                    \
-    asm volatile("ld.global." ptx " %0, [%1];" : "=" reg(value) : "l"(from));                                   \
+    asm volatile("ld.global." ptx " %0, [%1];" : "=" reg(value) : "l"(from));                                      \
     return static_cast<type>(value);                                                                               \
   }                                                                                                                \
   __device__ __forceinline__ void store_if(bool condition, type* to, type value) {                                 \
@@ -126,9 +129,9 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 __device__ __forceinline__ int64_t slot_of(uint64_t stored) { return static_cast<int64_t>(stored); }
 __device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast<int32_t>(stored); }
 
-// The tuned kernel. No branch before the loads: threads past the end load the last pair again and store nothing, so
-// that the compiler can fetch the stores' constants while the loads are in flight. The next kernel may launch at once:
-// it waits for this one's end before it reads.
+// The tuned kernel. No branch before the loads: threads past the end load the last pair again and store nothing. The next
+// kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel, or any
+// before it, reads or writes.
 template <typename Slot, bool kPowerOfTwo, bool kDependent>
 __global__ void __launch_bounds__(kThreads) fast_kernel(const __grid_constant__ FastPlan plan) {
   if constexpr (kDependent) let_next_kernel_launch();

@@ -160,5 +160,9 @@ def newest(folder: str, grid: str, recorded: Path | None = None) -> Path | None:
     """The newest recorded run of a grid on a GPU: `data/recorded/<folder>/<date>_<grid>_<sha7>.parquet`, or None."""
     from kvnb import paths
 
-    found = sorted((recorded or paths.RECORDED).joinpath(folder).glob(f"????-??-??_{grid}_*.parquet"))
-    return found[-1] if found else None
+    found = list((recorded or paths.RECORDED).joinpath(folder).glob(f"????-??-??_{grid}_*.parquet"))
+    day = max((path.name[:10] for path in found), default="")
+    latest = [path for path in found if path.name.startswith(day)]
+    if len(latest) > 1:  # of one day: as they began
+        latest.sort(key=lambda path: read(path)["utc"][0].as_py())
+    return latest[-1] if latest else None

@@ -94,6 +94,8 @@ class Copy:
 
     def reason_on(self, case: Case, policy: str, device: str) -> str | None:
         """Why no timer of a device type can measure this copy here, or None where one can."""
-        timers = [timer for timer in self.timers if (timer == "wall") == (device == "cpu")] or ["wall"]
+        timers = [timer for timer in self.timers if (timer == "wall") == (device == "cpu")]
         reasons = [self.reason_against(case, policy, timer, device) for timer in timers]
+        if not reasons:
+            reasons = [f"none of its timers, {', '.join(self.timers)}, runs on {device}"]
         return None if None in reasons else reasons[0]

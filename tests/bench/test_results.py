@@ -237,3 +237,10 @@ def test_the_newest_record_of_a_grid_is_found_by_its_date(tmp_path):
     assert results.newest("h200", "quick", tmp_path) == folder / "2026-03-01_quick_aaaaaaa.parquet"
     assert results.newest("h200", "padding", tmp_path) is None
     assert results.newest("b200", "full", tmp_path) is None
+
+
+def test_of_two_records_of_a_day_the_later_is_the_newest(tmp_path):
+    for commit, hour in (("bbbbbbb", 8), ("0000000", 12), ("fffffff", 10)):
+        began = row(utc=f"2026-02-01T{hour:02d}:00:00+00:00")
+        results.write([began], tmp_path / "h200" / f"2026-02-01_full_{commit}.parquet")
+    assert results.newest("h200", "full", tmp_path).stem == "2026-02-01_full_0000000"

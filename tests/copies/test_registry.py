@@ -56,6 +56,23 @@ def test_the_registry_holds_the_designs_copies(registry):
     assert set(registry) >= kernels | spellings | compiled | limits
 
 
+def test_one_timer_that_serves_is_enough_to_check_a_copy(registry):
+    def not_in_graphs(case, policy, timer):
+        return "cannot be captured" if timer == "graph" else None
+
+    def nowhere(case, policy, timer):
+        return f"not with {timer}"
+
+    one, none = (Copy("mine", "yours", ("skip",), print, supports=supports) for supports in (not_in_graphs, nowhere))
+    assert one.reason_against(CASE, "skip", "graph", "cuda") == "cannot be captured"
+    assert one.reason_on(CASE, "skip", "cuda") is None
+    assert none.reason_on(CASE, "skip", "cuda") == "not with graph"
+    assert one.reason_on(CASE, "skip", "cpu") == "runs on cuda, not on cpu"
+    walled = Copy("mine", "yours", ("skip",), print, devices=("cuda", "cpu"), timers=("wall",))
+    assert walled.reason_on(CASE, "skip", "cpu") is None
+    assert walled.reason_on(CASE, "skip", "cuda") == "none of its timers, wall, runs on cuda"
+
+
 @pytest.mark.parametrize("name", copies.REGISTRY)
 def test_a_copy_is_described_and_complete(registry, name):
     copy = registry[name]
