@@ -45,8 +45,8 @@ _compiled_shapes: set[tuple] = set()  # functions with the cache shapes that the
 
 
 @cache
-def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, tokens: str, device: str):
-    """One fullgraph object per row width, layout, dtype and `tokens`: a regime, or "one".
+def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, tokens: str, device: str, mode=None):
+    """One fullgraph object per row width, layout, dtype, mode of Inductor and `tokens`: a regime, or "one".
 
     One token compiles apart because torch specialises sizes 0 and 1; regimes, because Inductor tiles for the size that
     it saw first, and a graph made for 32 tokens would be judged at 65,536.
@@ -58,9 +58,9 @@ def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, to
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch._dynamo.config.accumulated_recompile_limit = RECOMPILE_LIMIT
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    name = f"{function.__name__}_{key_row}_{value_row}_{dtype}_{layout}_{tokens}_{device}"
+    name = f"{function.__name__}_{key_row}_{value_row}_{dtype}_{layout}_{tokens}_{device}_{mode}".replace("-", "_")
     twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-    return torch.compile(twin, fullgraph=True)
+    return torch.compile(twin, fullgraph=True, mode=mode)
 
 
 def graphs_made() -> int:
@@ -70,12 +70,12 @@ def graphs_made() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _compiled_for(inputs: Inputs, function):
+def _compiled_for(inputs: Inputs, function, mode: str | None = None):
     case = inputs.case
     heads = case.num_kv_heads if case.layout == "NHD" else 1
     tokens = "one" if case.num_tokens == 1 else case.regime
     widths = heads * case.head_size, heads * case.value_head_size
-    return compiled(function, *widths, case.dtype, case.layout, tokens, inputs.device.type)
+    return compiled(function, *widths, case.dtype, case.layout, tokens, inputs.device.type, mode)
 
 
 def _first_call(function, *tensors, tokens: int) -> None:
@@ -102,8 +102,18 @@ def bind_compile(inputs: Inputs) -> Step:
     Two views of one packed buffer as two arguments would be cloned whole at every call: AOTAutograd makes one base of
     inputs that alias, and Inductor copies it.
     """
+    return _bind_mode(inputs, None)
+
+
+def bind_compile_max(inputs: Inputs) -> Step:
+    """torch.compile of the index copy, mode max-autotune-no-cudagraphs: Inductor times several tilings"""
+    return _bind_mode(inputs, "max-autotune-no-cudagraphs")
+
+
+def _bind_mode(inputs: Inputs, mode: str | None) -> Step:
     layout = inputs.case.layout
-    function = _compiled_for(inputs, {"NHD": _assign_rows, "HND": _assign_by_block, "packed": _assign_packed}[layout])
+    assign = {"NHD": _assign_rows, "HND": _assign_by_block, "packed": _assign_packed}[layout]
+    function = _compiled_for(inputs, assign, mode)
     view = flat_rows if layout == "NHD" else lambda t: t
     caches = (_packed_cache(inputs),) if layout == "packed" else (view(inputs.key_cache), view(inputs.value_cache))
     shape = function, *(cache.shape for cache in caches)
@@ -134,11 +144,15 @@ def _trap_only(case: Case, policy: str, timer: str) -> str | None:
     return None
 
 
+def _needs_block_indices(case: Case, policy: str) -> bool:
+    return case.layout != "NHD" or policy == "remap"
+
+
 COPIES = (
     Copy(
-        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"),
-        steps=lambda case, policy: case.layout != "NHD" or policy == "remap",
+        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"), steps=_needs_block_indices,
     ),
+    Copy("torch.compile_max", "compile", POLICIES[:-1], bind_compile_max),
     Copy(
         "torch.compile_view", "compile", NULL, bind_compile_view, ("cuda", "cpu"), ("eager", "wall"),
         supports=_trap_only,

@@ -11,7 +11,7 @@ from kvnb.copies import REGISTRY
 from kvnb.copies.torch_compile import TRAP
 from kvnb.problem.case import ITEMSIZE, LAYOUTS, MIB, SLOT_PATTERNS, SOURCES, Case
 
-COMPILED = ("torch.compile", "torch.compile_view")  # a test of their own: each compilation takes seconds
+COMPILED = ("torch.compile", "torch.compile_max", "torch.compile_view")  # a test of their own: compiling takes seconds
 ODD = {"num_tokens": 13, "num_kv_heads": 3, "head_size": 20, "block_size": 12, "padding": 0.25, "cache_bytes": 1 << 16}
 UNEQUAL = ODD | {"value_head_size": 12, "block_size": 5}
 WIDE = ODD | {"num_tokens": 21, "num_kv_heads": 5, "head_size": 24, "cache_bytes": 1 << 17}  # whole 16 bytes
@@ -83,9 +83,13 @@ def test_any_case_is_written_right(device, case, data):
     check(REGISTRY[name], case, device, data.draw(st.sampled_from(REGISTRY[name].policies)))
 
 
+@pytest.mark.parametrize("name", ["torch.compile", "torch.compile_max"])
 @pytest.mark.parametrize(("layout", "policy"), [("NHD", "null_slot"), ("packed", "remap")])
-def test_the_compiled_copy_writes_the_right_bits(device, layout, policy):
-    check(REGISTRY["torch.compile"], Case(layout=layout, **ODD), device, policy)
+def test_the_compiled_copy_writes_the_right_bits(device, layout, policy, name):
+    if device in REGISTRY[name].devices:
+        return check(REGISTRY[name], Case(layout=layout, **ODD), device, policy)
+    with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
+        check(REGISTRY[name], Case(layout=layout, **ODD), device, policy)
 
 
 def test_the_compiled_trap_is_slow_but_right(device):
