@@ -507,6 +507,7 @@ class Poisoned(RuntimeError):
         self.row = row
 
 
+@torch.no_grad()  # as servers run
 def measure_case(
     bench: Bench,
     case: Case,

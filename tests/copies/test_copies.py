@@ -15,9 +15,9 @@ COMPILED = ("torch.compile", "torch.compile_max", "torch.compile_view")  # a tes
 ODD = {"num_tokens": 13, "num_kv_heads": 3, "head_size": 20, "block_size": 12, "padding": 0.25, "cache_bytes": 1 << 16}
 UNEQUAL = ODD | {"value_head_size": 12, "block_size": 5}
 WIDE = ODD | {"num_tokens": 21, "num_kv_heads": 5, "head_size": 24, "cache_bytes": 1 << 17}  # whole 16 bytes
-LAYOUTS_OF = dict.fromkeys(("torch.index_copy", "torch.scatter", "torch.index_copy_wide"), ("NHD",))
+LAYOUTS_OF = dict.fromkeys(("torch.index_copy", "torch.scatter", "torch.index_copy_wide", "sglang"), ("NHD",))
 LAYOUTS_OF |= {"torch.index_put_packed": ("packed",)}
-DEPENDS_ON_THE_MACHINE = ("kvnb.dependent", "limit.launch.dependent", "triton")
+DEPENDS_ON_THE_MACHINE = ("kvnb.dependent", "limit.launch.dependent", "triton", "flashinfer", "sglang", "vllm")
 
 
 def checked(name: str, case: Case, device: str) -> set[str]:
