@@ -22,7 +22,7 @@ from traitlets.config import Config
 from kvnb import paths
 from kvnb.report import parameters
 
-TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900}  # seconds for a cell
+TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900, "05_releases": 900, "06_timers": 1800}  # s
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

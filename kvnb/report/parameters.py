@@ -74,6 +74,12 @@ TABLES: dict[str, tuple[Parameter, ...]] = {
         Parameter("rounds", 10, "randomised passes of each worker"),
     ),
     "03_compare": (Parameter("runs", "newest", "newest, or a list of run files", _run_file, several=True),),
+    "05_releases": (Parameter("runs", "newest", "newest recorded, or a list of run files", _run_file, several=True),),
+    "06_timers": (
+        Parameter("device", "auto", DEVICE, _like(r"auto|cpu|cuda(:\d+)?", DEVICE)),
+        Parameter("run", None, "a run file; None takes the newest, a GPU's where there is one", _run_file),
+        Parameter("live", "auto", "measure on a GPU: auto, yes, or no (show a record)", _one_of(("auto", "yes", "no"))),
+    ),
 }
 
 

@@ -1,0 +1,342 @@
+"""Every claim on a run, a profiler, a clock that are made up, on both sides of its bound."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from test_timing import CASE, L2, FakeGpu, cell
+
+from kvnb.bench import counters, results, timing, witness
+from kvnb.bench.witness import row
+from kvnb.problem.case import Case
+
+US = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sense", "bound", "inside", "outside"),
+    [("within", 0.05, (1.049, 0.951), (1.051, 0.949)), ("at most", 0.05, (1.049, 0.5), (1.051, 9)),
+     ("at least", 0.0, (1.001, 9), (0.999, 0.5))],
+)  # fmt: skip
+def test_bounds_hold_on_their_side(sense, bound, inside, outside):
+    holds = [row("profiler", ours, 1.0, sense, bound)["holds"] for ours in (*inside, *outside)]
+    assert holds == [True, True, False, False]
+
+
+def test_without_a_bound_or_a_witness_nothing_is_judged():
+    assert row("write-back", 2.0, 1.0)["holds"] is None
+    assert row("profiler", 1.0, float("nan"), "within", 0.05)["holds"] is None
+    assert not any("holds" in text for text in witness.told(witness.table([row("write-back", 2.0, 1.0)])))
+
+
+# ------------------------------------------------------------------------------------------------------------ a run
+
+
+def run_of(cells: list[tuple], by_worker=(1.0, 1.0, 1.0)) -> pd.DataFrame:
+    """Samples of (copy, case, timer, state, seconds), worker w's `by_worker[w]` times as long."""
+    rows = []
+    for copy, case, timer, state, seconds in cells:
+        family = "limit" if copy.startswith("limit") else "kernel"
+        moved = 0 if copy == "limit.event" else case.bytes_moved
+        place = {"copy": copy, "family": family, "timer": timer, "state": state, "bytes_moved": moved}
+        place |= {"policy": "skip", "part": "write", "status": "ok", "reason": "", "throttled": "", "sample": 0}
+        fixed = {"run_id": "r", "grid": "full", "l2_bytes": 60_000_000, "round": 0, **case.fields(), **place}
+        rows += [fixed | {"worker": w, "seconds": seconds * slower} for w, slower in enumerate(by_worker)]
+    return pd.DataFrame(rows, columns=results.SCHEMA.names)
+
+
+def claims(rows: pd.DataFrame, claim: str) -> dict:
+    some = rows[rows["claim"] == claim]
+    return {(at.state, at.copy, at.detail.split(",")[0]): at.holds for at in some.itertuples()}
+
+
+@pytest.mark.parametrize(("slower", "holds"), [(1.019, True), (1.021, False)])
+def test_two_processes_agree_in_95_of_100_cells(slower, holds):
+    samples = run_of([("kvnb", Case(1 + n), "graph", "produced", 20 * US) for n in range(40)], (1.0, slower))
+    [judged] = claims(witness.from_run(samples), "two processes").values()
+    assert judged == holds
+
+
+@pytest.mark.parametrize(("apart", "holds"), [(2, True), (3, False)])
+def test_two_processes_may_differ_in_one_cell_of_twenty(apart, holds):
+    samples = run_of([("kvnb", Case(1 + n), "graph", "produced", 20 * US) for n in range(40)], (1.0, 1.0))
+    samples.loc[(samples["num_tokens"] <= apart) & (samples["worker"] == 1), "seconds"] *= 1.5
+    [judged] = claims(witness.from_run(samples), "two processes").values()
+    assert judged == holds
+
+
+@pytest.mark.parametrize(("again", "holds"), [(1.09, True), (1.11, False)])
+def test_a_noise_floor_above_what_hides_everything_fails(again, holds):
+    at = (Case(9), "graph", "cold")
+    samples = run_of([("kvnb", *at, 9 * US), ("kvnb.again", *at, 9 * US / again)])
+    [judged] = claims(witness.from_run(samples), "noise floor").values()
+    assert judged == holds
+
+
+DRAM = 4e12  # B/s
+
+
+def chains(resident: float, produced: float, cold: float) -> pd.DataFrame:
+    """limit.copy: 1 us and the bytes at these speeds (B/s); a large one at DRAM's."""
+    speeds = {"resident": resident, "produced": produced, "cold": cold}
+    cells = [("limit.copy", case := Case(tokens), "graph", state, US + case.bytes_moved / speed)
+             for state, speed in speeds.items() for tokens in (256, 1024)]  # fmt: skip
+    return run_of([*cells, ("limit.copy", case := Case(65536), "graph", "produced", case.bytes_moved / DRAM)])
+
+
+@pytest.mark.parametrize(
+    ("speeds", "broken"),
+    [((9e12, 6e12, 3.9e12), []), ((3.9e12, 6e12, 3.9e12), ["resident against DRAM", "produced against resident"]),
+     ((9e12, 3.9e12, 3.9e12), ["produced against DRAM"]), ((9e12, 9.1e12, 3.9e12), ["produced against resident"]),
+     ((9e12, 6e12, 4.3e12), ["cold against DRAM"])],
+)  # fmt: skip
+def test_states_show_in_the_speed_of_a_chain(speeds, broken):
+    judged = claims(witness.from_run(chains(*speeds)), "states by speed")
+    assert len(judged) == 4
+    assert [f"{state} {against}" for (state, _, against), holds in judged.items() if not holds] == broken
+
+
+def test_a_speed_that_noise_turned_negative_is_not_judged():
+    samples = chains(9e12, 6e12, 3.9e12)
+    samples.loc[(samples["state"] == "cold") & (samples["num_tokens"] == 1024), "seconds"] = 0.5 * US
+    assert claims(witness.from_run(samples), "states by speed")["cold", "limit.copy", "against DRAM"] is pd.NA
+
+
+def test_what_a_run_does_not_hold_is_not_claimed():
+    quick = run_of([("limit.copy", Case(n), "graph", "produced", n * US) for n in (256, 1024, 65536)])
+    assert set(witness.from_run(quick)["claim"]) == {"two processes"}
+
+
+def test_write_back_is_what_a_chain_takes_longer_than_a_call_without_its_events():
+    case = Case(16384)
+    call, graph = (case, "call", "cold"), (case, "graph", "cold")
+    at = [("limit.event", *call, 1 * US), ("kvnb", *call, 34 * US), ("kvnb", *graph, 36 * US)]
+    rows = witness.from_run(run_of([*at, ("limit.copy", *graph, case.bytes_moved / DRAM)]))
+    [back] = rows[rows["claim"] == "write-back"].to_dict("records")
+    assert (back["ours"], back["witness"]) == pytest.approx((36 * US, 33 * US))
+    assert back["detail"] == "3.00 us, in which DRAM moves 12 MB"
+    assert rows.loc[rows["claim"] == "empty event pair", "ours"].tolist() == pytest.approx([1 * US])
+
+
+@pytest.mark.parametrize(
+    ("state", "read", "written", "holds"),
+    [("cold", 95, 95, [True, True]), ("cold", 85, 95, [False, True]), ("produced", 5, 95, [True, True]),
+     ("produced", 15, 85, [False, False]), ("resident", 5, 5, [True, True]), ("resident", 5, 15, [True, False])],
+)  # fmt: skip
+def test_states_show_in_dram_bytes(state, read, written, holds):
+    at = {"timer": "graph", "state": state, "case": "c", "copy": "limit.copy", "bytes_moved": 200, "passes": 1}
+    counted = pd.DataFrame([at | {"calls": 7, "dram_read": 7.0 * read, "dram_written": 7.0 * written}])
+    assert witness.from_counters(counted)["holds"].tolist() == holds
+
+
+# -------------------------------------------------------------------------------------------------- a profiler, a clock
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A FakeGpu and its profiler: `gpu.kernel` seconds for each write of K or V, a gap of 1 us after each."""
+    fake = FakeGpu()
+    fake.kernel, fake.lost_events = 5 * US, 0
+
+    def device_events(act):
+        begun, events, now = len(fake.log), [], 0.0
+        act()
+        for what, writes in fake.log[begun:]:
+            for name in [witness.PROBE] if what == "probe" else [what] * len(writes):
+                events.append((name, now, now + fake.kernel))
+                now += fake.kernel + US
+        return events[fake.lost_events :]
+
+    monkeypatch.setattr(witness, "device_events", device_events)
+    monkeypatch.setattr(timing, "Gpu", lambda device: fake)
+    return fake
+
+
+def test_only_what_ran_on_the_gpu_is_taken_from_the_profiler_in_order(monkeypatch):
+    def event(name, device, begin):
+        times = SimpleNamespace(start=begin, end=begin + 2)  # us
+        return SimpleNamespace(name=name, device_type=getattr(torch.autograd.DeviceType, device), time_range=times)
+
+    made = [event("second", "CUDA", 7.0), event("cudaLaunchKernel", "CPU", 1.0), event("first", "CUDA", 5.0),
+            event("Context Sync", "CUDA", 9.0)]  # fmt: skip
+    monkeypatch.setattr("torch.profiler.profile", lambda activities: nullcontext(SimpleNamespace(events=lambda: made)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ran = []
+    events = witness.device_events(lambda: ran.append(True))
+    assert [name for name, *_ in events] == ["first", "second"] and ran == [True]
+    assert events[0][1:] == pytest.approx((5 * US, 7 * US))
+
+
+def timed(gpu: FakeGpu, timer: str, copy: str = "torch.index_copy") -> timing.Timed:
+    at = cell(copy, timer)
+    plan = timing.plan(CASE, timer, at.state, L2)
+    kind = timing.GraphTimed if timer == "graph" else timing.EagerTimed
+    return kind(timing.Stage(gpu, CASE, [plan]), at, plan)
+
+
+def test_a_chain_is_the_sum_of_its_nodes_and_a_call_spans_its_launches(gpu):
+    with gpu:
+        assert witness.chain_seconds(timed(gpu, "graph")) == pytest.approx(2 * 5 * US)  # K and V: two launches
+        assert witness.call_seconds(timed(gpu, "call")) == pytest.approx(2 * 5 * US + US)
+
+
+@pytest.mark.parametrize("timer", ["graph", "call"])
+def test_a_profiler_that_misses_kernels_is_an_error(gpu, timer):
+    with gpu:
+        made = timed(gpu, timer)
+        gpu.lost_events = 10**6 if timer == "call" else 1
+        with pytest.raises(RuntimeError, match="the profiler saw"):
+            (witness.chain_seconds if timer == "graph" else witness.call_seconds)(made)
+
+
+@pytest.mark.parametrize(("theirs", "holds"), [(20.5 * US, True), (19.5 * US, True), (22 * US, False), (18e-6, False)])
+def test_graph_is_held_against_the_profiler_from_10_us_on(gpu, theirs, holds, monkeypatch):
+    monkeypatch.setattr(witness, "chain_seconds", lambda timed: theirs)
+    where = {"timer": "graph", "state": "produced", "case": "c", "copy": "x"}
+    [judged] = witness.witnessed(None, 20 * US, {}, where)
+    assert judged["holds"] is holds
+    [short] = witness.witnessed(None, 9 * US, {}, where)
+    assert short["holds"] is None
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(21 * US, True), (21.9 * US, True), (22.1e-6, False), (19.9e-6, False)])
+def test_call_is_held_against_the_profiler_less_an_event_pair(gpu, seconds, holds, monkeypatch):
+    monkeypatch.setattr(witness, "call_seconds", lambda timed: 20 * US)
+    where = {"timer": "call", "state": "cold", "case": "c", "copy": "x"}
+    [judged] = witness.witnessed(None, seconds, {("limit.event", "call", "cold"): 1 * US}, where)
+    assert judged["holds"] is holds
+    [unknown] = witness.witnessed(None, seconds, {}, where)
+    assert unknown["holds"] is None
+
+
+def test_a_wait_per_call_costs_a_launch_and_the_wait(gpu):
+    from test_timing import COLD, COST, HOST
+
+    with gpu:
+        call = timed(gpu, "call").calls[0]
+        gpu.flush()
+        gpu.synchronize()
+        seconds = witness.waited(gpu, call)
+    kernel = COST["aten::index_copy_"] / 1e9
+    assert 2 * kernel + HOST / 1e9 <= seconds < 2 * kernel + 3 * HOST / 1e9 < COLD / 1e9
+
+
+def test_live_is_a_table_of_every_claim_that_needs_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(witness, "CASES", (CASE,))
+    monkeypatch.setattr(witness, "COPIES", ("torch.index_copy", "torch.index_put"))
+    monkeypatch.setattr(witness.machine, "package_version", lambda name: "")
+    broken = iter([RuntimeError("no such kernel\nmore"), None])
+
+    def chain_seconds(made):
+        if error := next(broken):
+            raise error
+        return 10 * US
+
+    monkeypatch.setattr(witness, "chain_seconds", chain_seconds)
+    with gpu:
+        rows = witness.live(torch.device("cpu"))
+    assert rows["detail"].tolist()[0] == "failed: no such kernel"
+    assert {*rows["claim"]} == {"profiler", "a wait per call", "nvbench"}
+    assert "not installed" in rows["detail"].iloc[-1]
+    assert gpu.settled == 1
+
+
+def test_nvbench_has_a_process_of_its_own_and_its_failure_is_a_row(monkeypatch):
+    cold = {(Case(1), "kvnb"): 4 * US, (Case(2), "triton"): 5 * US}
+    monkeypatch.setattr(witness.machine, "package_version", lambda name: "0.3.0")
+    done = SimpleNamespace(returncode=1, stdout="", stderr="ImportError: no libcuda")
+    monkeypatch.setattr(witness, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    [failed] = witness.nvbench(cold, torch.device("cpu"))
+    assert failed["detail"] == "failed: ImportError: no libcuda"
+    done.returncode = 0
+    read = SimpleNamespace(centers=lambda estimator: {"0": {"Device=0": 5 * US}, "1": {"Device=0": None}})
+    for name in ("cuda", "cuda.bench", "cuda.bench.results"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["cuda.bench.results"].BenchmarkResult = SimpleNamespace(from_json=lambda path: read)
+    rows = witness.nvbench(cold, torch.device("cpu"))
+    assert [(at["copy"], at["ours"]) for at in rows] == [("kvnb", 4 * US), ("triton", 5 * US)]
+    assert rows[0]["witness"] == 5 * US and rows[1]["witness"] != rows[1]["witness"]
+
+
+def test_under_nvbench_every_call_is_warmed_up_and_runs_on_its_stream(gpu, monkeypatch):
+    registered, streams, ran = [], [], {}
+
+    class Benchmark(SimpleNamespace):
+        def set_name(self, name):
+            self.name = name
+
+    def execute(launch, batched):
+        begun = len(gpu.log)
+        for _ in range(3):
+            launch(None)
+        ran[len(ran)] = (batched, len([what for what, _ in gpu.log[begun:] if what == "index_copy_"]))
+
+    def run_all(argv):
+        assert argv[1:] == ["--jsonbin", "out.json", "--devices", "0", "--timeout", "1", "--quiet"]
+        for benchmark in registered:
+            benchmark.fn(SimpleNamespace(get_stream=lambda: SimpleNamespace(addressof=lambda: 7), exec=execute))
+
+    fake = ModuleType("cuda")
+    fake.bench = SimpleNamespace(register=lambda fn: registered.append(Benchmark(fn=fn)) or registered[-1],
+                                 run_all_benchmarks=run_all)  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cuda", fake)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: address)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: streams.append(stream) or nullcontext())
+    with gpu:
+        witness._serve("out.json", "0", json.dumps([("torch.index_copy", CASE.fields())] * 2))
+    assert [benchmark.name for benchmark in registered] == ["0", "1"]
+    assert ran == {0: (False, 6), 1: (False, 6)}  # K and V
+    assert streams == [7] * 8  # the warm-up, then three, twice
+
+
+# --------------------------------------------------------------------------------------------------------- how it reads
+
+
+def test_what_does_not_hold_is_told_first_and_named():
+    rows = [row("noise floor", 0.02, sense="at most", bound=0.1, difference=0.02, unit="share"),
+            row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph", case="c", copy="kvnb")]  # fmt: skip
+    first, second, *others = witness.told(witness.table(rows))
+    assert first.startswith("**profiler**") and "holds in 0 of 1; not in graph/kvnb/c" in first
+    assert second.startswith("**noise floor**") and "holds in 1 of 1" in second
+    assert len(others) == len(witness.CLAIMS) - 2 and all("not measured" in text for text in others)
+
+
+def test_cells_are_shown_with_units_and_without_empty_columns():
+    rows = witness.table([row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph")])
+    assert witness.shown(rows, "profiler").to_dict("records") == [
+        {"timer": "graph", "ours": "20.00 us", "witness": "10.00 us", "difference": "+100.0%", "bound": "within 5%",
+         "holds": "no"}
+    ]  # fmt: skip
+    assert witness.shown(rows, "nvbench").empty
+
+
+def test_a_record_is_found_again_by_its_gpu(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(witness, "CASES", ())
+    monkeypatch.setattr(witness.paths, "RECORDED", tmp_path)
+    monkeypatch.setattr(witness.machine, "package_version", lambda name: "")
+    for gpu_name, day in (("A", 1), ("B", 2), ("A", 3)):
+        monkeypatch.setattr(counters, "provenance", lambda device, gpu=gpu_name, day=day: {
+            **dict.fromkeys(counters.PROVENANCE, ""), "gpu": gpu, "utc": day})  # fmt: skip
+        path = witness.record(tmp_path / gpu_name / f"2026-12-0{day}_timers_0123abc.parquet", "cpu")
+        assert [file.name for file in path.parent.glob("*") if day == 1] in ([], [path.name])
+    newest, counted = witness.seen("cpu", "auto", "A")
+    assert newest["utc"].tolist() == [3] and newest.columns.tolist() == [*witness.COLUMNS, *counters.PROVENANCE]
+    assert counted.empty and counters.shown(counted).empty
+    assert witness.seen("cpu", "no", "C")[0].empty
+    with pytest.raises(ValueError, match="live = 'yes' needs a CUDA GPU, and device is cpu"):
+        witness.seen("cpu", "yes", "A")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_and_a_call_lie_near_the_profiler(monkeypatch):
+    monkeypatch.setattr(witness, "CASES", (Case(16384),))
+    monkeypatch.setattr(witness, "COPIES", ("limit.event", "kvnb"))
+    rows = witness.live(torch.device("cuda"))
+    assert not rows["detail"].str.startswith("failed").any(), rows["detail"].tolist()
+    assert {"profiler", "a wait per call", "empty event pair"} <= {*rows["claim"]}
