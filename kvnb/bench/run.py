@@ -102,9 +102,13 @@ def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) ->
         all_copies.load_from(copies_from)
     chosen = {}
     timers_here = ["wall"] if place.type == "cpu" else list(GPU_TIMERS)
-    for what, value, valid in (("copies", copies, list(all_copies.REGISTRY)), ("timers", timers, timers_here)):
+    registry = list(all_copies.REGISTRY)
+    everything = {"timers": timers_here, "copies": registry}
+    if grid_name != "releases":
+        everything["copies"] = [name for name in registry if not all_copies.releases.superseded(name)]
+    for what, value, valid in (("copies", copies, registry), ("timers", timers, timers_here)):
         names = [value] if isinstance(value, str) else list(value)
-        chosen[what] = valid if names == ["all"] else names
+        chosen[what] = everything[what] if names == ["all"] else names
         unknown = [name for name in chosen[what] if name not in valid]
         if unknown or not chosen[what]:
             here = f" on {place.type}" if what == "timers" else ""

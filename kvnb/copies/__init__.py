@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from kvnb.copies import installed, kernels, limits, torch_compile, torch_index, triton_copy
+from kvnb.copies import installed, kernels, limits, releases, torch_compile, torch_index, triton_copy
 from kvnb.copies.base import Copy
 
 __all__ = ["REGISTRY", "Copy", "load_from", "register"]
@@ -39,6 +39,6 @@ def load_from(path: str | Path) -> list[str]:
     return added
 
 
-for _module in (kernels, torch_index, torch_compile, triton_copy, installed, limits):
+for _module in (kernels, torch_index, torch_compile, triton_copy, releases, installed, limits):
     for _copy in _module.COPIES:
         register(_copy)

@@ -36,7 +36,7 @@ def checked(name: str, case: Case, device: str) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in COMPILED])
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in COMPILED and "==" not in name])
 def test_a_copy_writes_the_right_bits(name, layout, device):
     copy, supported = REGISTRY[name], set()
     dtype = "float32" if (name, device) == ("torch.scatter", "cpu") else "bfloat16"
