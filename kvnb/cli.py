@@ -111,7 +111,9 @@ def report(values: dict) -> None:
     outcomes = [_execute("01_copies", {}, folder), _execute("02_measure", values, folder)]
     runs = [path for path in (paths.LOCAL / f"{name}.parquet", *answers.recorded().values()) if path.is_file()]
     outcomes.append(_execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
-    index = pages.report(folder, outcomes, runs)
+    releases = [*(runs[:1] if values["grid"] == "releases" else []), *answers.recorded("releases").values()]
+    outcomes += _by_release(releases, folder)
+    index = pages.report(folder, outcomes, runs, releases)
     if not any(outcome.failure for outcome in outcomes):
         fresh = paths.REPORTS / f".latest.{os.getpid()}"
         fresh.symlink_to(name)
@@ -132,9 +134,16 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
             raise ValueError(f"gpu: {parameters.unknown(gpu, recorded)}")
     for name in [gpu] if gpu else recorded:
         folder = paths.REPORTS / name
-        outcome = _execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)
+        outcomes = [_execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)]
+        releases = [path for gpu, path in answers.recorded("releases").items() if gpu == name]
+        outcomes += _by_release(releases, folder)
         pages.figure(folder, recorded[name])
-        _tell(pages.report(folder, [outcome], [recorded[name]]), [outcome], [recorded[name]])
+        _tell(pages.report(folder, outcomes, [recorded[name]], releases), outcomes, [recorded[name]])
+
+
+def _by_release(runs: list[Path], folder: Path) -> list[Outcome]:
+    """05_releases on runs of grid `releases`, where there are any."""
+    return [_execute("05_releases", {"runs": [_from_root(path) for path in runs]}, folder)] if runs else []
 
 
 def _tell(index: Path, outcomes: list, runs: list[Path]) -> None:
@@ -181,6 +190,37 @@ def _measure(values: dict, path: Path | None = None) -> None:
 
     with refusing():
         print(run.measure(**values, path=path))
+
+
+@app.command()
+def goals(gpu: Annotated[str, typer.Option(help="one folder of data/recorded")] = "h200") -> None:
+    """Print what our kernel has to reach, and what a GPU's newest recorded runs say of each goal."""
+    from kvnb.report import answers, goals
+
+    runs = {grid: answers.recorded(grid) for grid in ("full", "releases")}
+    with refusing():
+        if not any(gpu in found for found in runs.values()):
+            raise ValueError(f"gpu: {parameters.unknown(gpu, sorted(set().union(*runs.values())))}")
+    for grid, found in runs.items():
+        print(f"{grid}: {_from_root(found[gpu]) if gpu in found else 'not recorded'}")
+    loaded = [answers.load(found[gpu]) for found in runs.values() if gpu in found]
+    print("", goals.told(goals.table(loaded)).to_string(index=False), sep="\n")
+
+
+@app.command()
+def releases(
+    versions: Annotated[list[str] | None, typer.Argument(help="of vLLM, as 0.10.1; none: list what is cached")] = None,
+    arch: Annotated[str | None, typer.Option(help="as sm_90; none: this GPU's")] = None,
+    wheel: Annotated[Path | None, typer.Option(help="a wheel on disk, instead of PyPI's")] = None,
+) -> None:
+    """Take the copy kernel out of vLLM's wheels into the cache: each release is a copy `vllm==X` then. Needs no GPU."""
+    from kvnb.copies import releases as shipped
+
+    with refusing():
+        for release in shipped.fetch(versions or [], arch, wheel) if versions or wheel else shipped.cached():
+            print(shipped.line(release))
+    if not shipped.cached():
+        print(f"no release is cached in {shipped.FOLDER}; for one: kvnb releases 0.33.0 --arch sm_90")
 
 
 def gpu_folder(gpu: str) -> str:

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING
 
 from kvnb.copies.base import NULL, Copy
-from kvnb.copies.torch_index import POLICIES, flat_rows, indexed
+from kvnb.copies.torch_index import POLICIES, flat_rows, indexed, rows_as_they_lie
 from kvnb.problem.case import MIB, Case
 
 if TYPE_CHECKING:
@@ -150,9 +150,10 @@ def _needs_block_indices(case: Case, policy: str) -> bool:
 
 COPIES = (
     Copy(
-        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"), steps=_needs_block_indices,
+        "torch.compile", "compile", POLICIES[:-1], bind_compile, ("cuda", "cpu"), supports=rows_as_they_lie,
+        steps=_needs_block_indices,
     ),
-    Copy("torch.compile_max", "compile", POLICIES[:-1], bind_compile_max),
+    Copy("torch.compile_max", "compile", POLICIES[:-1], bind_compile_max, supports=rows_as_they_lie),
     Copy(
         "torch.compile_view", "compile", NULL, bind_compile_view, ("cuda", "cpu"), ("eager", "wall"),
         supports=_trap_only,

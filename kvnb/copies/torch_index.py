@@ -130,7 +130,10 @@ def bind_index_put_packed(inputs: Inputs) -> Step:
     return indexed(inputs, True, write_rows)
 
 
-def no_graph_of_filter(case: Case, policy: str, timer: str) -> str | None:
+def rows_as_they_lie(case: Case, policy: str, timer: str) -> str | None:
+    """What holds for every spelling: NHD takes flat rows, and `filter` no graph."""
+    if case.layout == "NHD" and case.source == "transposed":
+        return "heads of a transposed source lie apart: they cannot be viewed as [num_tokens, row]"
     if policy == "filter" and timer == "graph":
         return "filter's length depends on data: it waits for the GPU and cannot be captured"
     return None
@@ -139,7 +142,7 @@ def no_graph_of_filter(case: Case, policy: str, timer: str) -> str | None:
 def nhd_only(case: Case, policy: str, timer: str) -> str | None:
     if case.layout != "NHD":
         return f"flat rows exist in NHD only: a {case.layout} cache cannot be viewed as [num_slots, row]"
-    return no_graph_of_filter(case, policy, timer)
+    return rows_as_they_lie(case, policy, timer)
 
 
 def _wide_rows(case: Case, policy: str, timer: str) -> str | None:
@@ -147,7 +150,7 @@ def _wide_rows(case: Case, policy: str, timer: str) -> str | None:
         row = size * case.itemsize * (case.num_kv_heads if case.layout == "NHD" else 1)
         if row % WIDE_BYTES:
             return f"rows of {row} bytes cannot be seen as {WIDE_BYTES}-byte elements"
-    return no_graph_of_filter(case, policy, timer)
+    return rows_as_they_lie(case, policy, timer)
 
 
 def _wide_flat_rows(case: Case, policy: str, timer: str) -> str | None:
@@ -178,7 +181,7 @@ COPIES = (
         (*POLICIES, "last_slot"),
         bind_index_put,
         BOTH,
-        supports=no_graph_of_filter,
+        supports=rows_as_they_lie,
         steps=indexes_in_step,
     ),
     Copy("torch.index_copy", "torch", POLICIES, bind_index_copy, BOTH, supports=nhd_only, steps=on_step_policy),

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 
 LAYOUTS = ("NHD", "HND", "packed")
-SOURCES = ("contiguous", "qkv")
+SOURCES = ("contiguous", "qkv", "transposed")
 SLOT_PATTERNS = ("decode", "prefill", "mixed", "random")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 DECODE_TOKENS = 256  # the largest decode batch that vLLM's default capture list holds below its second step
@@ -182,9 +182,11 @@ def _full() -> list[Case]:
 
 
 def _releases() -> list[Case]:
-    """What vLLM's releases are compared on: one NHD problem, and the sources and layouts of their default backends."""
+    """What vLLM's releases are compared on: one NHD problem, the sources and layouts of their default backends, and
+    transposed heads, which a kernel that never looks at their stride gets wrong."""
     kinds = (("NHD", "contiguous"), ("NHD", "qkv"), ("packed", "qkv"))
-    return [_gpu_case(n, layout=layout, source=source) for layout, source in kinds for n in FIRST_LOOK]
+    cases = [_gpu_case(n, layout=layout, source=source) for layout, source in kinds for n in FIRST_LOOK]
+    return [*cases, _gpu_case(256, source="transposed")]
 
 
 def _cpu(tokens: tuple[int, ...], heads: tuple[int, ...]) -> list[Case]:

@@ -1,12 +1,13 @@
 """The only maker of sentences and tables with numbers: notebooks, pages, README, terminal and alt texts take them here.
 
 Everything is about one run on one machine. The headline is part `write`, no padding, state `produced`, timer `graph`
-(a CPU run: `wall`).
+(a CPU run: `wall`). Layouts come in the order of LAYOUTS: packed, as vLLM calls it now, first.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,43 +17,50 @@ import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import results, stats
-from kvnb.problem.case import regime_of
+from kvnb.problem.case import GIB, ITEMSIZE
 from kvnb.problem.models import MODELS
 
 OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
-BEST, PYTORCH = "fastest PyTorch", ("torch", "compile")  # BEST: in each cell, the fastest copy of these families
+BEST, PLAIN = "fastest PyTorch", "fastest plain PyTorch"  # in each cell, the fastest copy of these families
+GROUPS = {BEST: ("torch", "compile"), PLAIN: ("torch",)}
 VLLM = "vLLM's 2024 design, rewritten"
 LABELS = {"vllm.scalar": f"vllm.scalar ({VLLM})", ISSUE: f"{ISSUE} (the issue's)"}
-MAIN = (BEST, ISSUE, "torch.compile", "triton", "vllm.scalar")  # of verdict tables that have to be short
-LINE = ["layout", "num_kv_heads", "head_size", "value_head_size", "block_size", "dtype", "source", "slots"]
-USUAL = {"dtype": "bfloat16", "source": "contiguous", "slots": "random", "block_size": 16}  # not spelt out in names
+ASKED = (ISSUE, PLAIN, "torch.compile")  # of PyTorch, against the kernel that vLLM ships
+TUNED = "torch.compile_max"
+PEERS = ("flashinfer", "sglang", "vllm")  # installed packages
+LAYOUTS = ("packed", "NHD", "HND")
+LINE = ["layout", "num_kv_heads", "head_size", "value_head_size", "block_size", "dtype", "source", "slots", "cache"]
+USUAL = {"dtype": "bfloat16", "source": "contiguous", "slots": "random", "block_size": 16, "cache": ""}
+EIGHT = {"num_kv_heads": 8, "head_size": 128, "value_head_size": 128}
 REGIMES = ("decode", "mixed", "prefill")
 LAYERS = 32  # that share one `step` in the step figure: Llama-3.1-8B's
 NOTE = (
-    f"A speedup of 2 says that kvnb takes half the time. The {BEST} copy is chosen anew in each cell, compiled ones "
-    "included. FASTER and SLOWER need an interval beyond the margin, which is 2 % or the run's noise floor where that "
-    f"is larger; a noise floor above {100 * stats.WIDEST_SAME:.0f} % hides what is smaller, and SAME is not said then. "
-    f"vllm.scalar is {VLLM}: until vLLM's wheels are measured, no verdict is drawn on vLLM."
+    "A speedup of 2 says that a copy takes half the other's time. The fastest PyTorch copy is chosen anew in each "
+    "cell, compiled ones included (plain: without them). FASTER and SLOWER need an interval beyond the margin, which "
+    "is 2 % or the run's noise floor where that is larger; a noise floor above "
+    f"{100 * stats.WIDEST_SAME:.0f} % hides what is smaller, and SAME is not said then. vllm.scalar is {VLLM}: no "
+    "verdict on vLLM rests on it."
 )
 
 
-def recorded() -> dict[str, Path]:
-    """GPU folder -> its newest recorded run: grid full, or quick where there is no full one."""
+def recorded(*grids: str) -> dict[str, Path]:
+    """GPU folder -> its newest recorded run of the first of these grids that it has: else full, or quick."""
     folders = sorted(path.name for path in paths.RECORDED.glob("*/"))
-    newest = {name: results.newest(name, "full") or results.newest(name, "quick") for name in folders}
-    return {name: path for name, path in newest.items() if path}
+    newest = {name: [results.newest(name, grid) for grid in grids or ("full", "quick")] for name in folders}
+    return {name: next(filter(None, found)) for name, found in newest.items() if any(found)}
 
 
-def find_runs(runs: str | Iterable[str | Path] = "newest") -> list[Path]:
-    """The run files given, or for "newest" the newest local one and the newest recorded one of each GPU.
-
-    Raises ValueError where there is none, saying how to measure one.
+def find_runs(runs: str | Iterable[str | Path] = "newest", grid: str = "") -> list[Path]:
+    """The run files given, or for "newest" the newest local one and the newest recorded one of each GPU; of a `grid`,
+    the recorded ones only. Raises ValueError where there is none, saying how to measure one.
     """
     if runs != "newest":
         return [Path(run) for run in runs]
-    local = sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime)[-1:]
-    if found := [*local, *recorded().values()]:
+    local = [] if grid else sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime)[-1:]
+    if found := [*local, *recorded(*[grid] * bool(grid)).values()]:
         return found
+    if grid:
+        raise ValueError(f"no run of grid {grid} in data/recorded: `make record GRID={grid}` measures one on a GPU")
     raise ValueError("no run in data/local or data/recorded: measure one first (02_measure, or `make measure`)")
 
 
@@ -68,38 +76,63 @@ class Run:
         self.samples, self.first = samples, samples.iloc[0]
         self.machine = self.first["gpu"] or f"{self.first['cpu']}, {_count(self.first['threads'], 'thread')}"
         self.timer = "graph" if self.first["gpu"] else "wall"
+        self.about = f"{self.machine}, torch {self.first['torch']}, timer {self.timer}, state produced"
         self.where = {"part": "write", "padding": 0, "timer": self.timer, "state": "produced"}
-        self.layouts = list(samples["layout"].unique())
+        self.layouts = [layout for layout in LAYOUTS if layout in set(samples["layout"])]
         self.copies = sorted({*samples.loc[samples["family"] != "limit", "copy"]} - {OURS})
         self.yours = sorted(samples.loc[samples["family"] == "yours", "copy"].unique())
-        self.every_cell = stats.cells(samples)
+        self.every_cell = _with_cache(stats.cells(samples))
+        timed = self.cells()["copy"].unique()
+        self.releases = sorted((copy for copy in timed if release(copy)), key=age)  # of vLLM, oldest first
+        self.shipped = self.releases[-1] if self.releases else None  # what vLLM ships, by the newest of them
         self.line = self._line()
-        self.against = cache(self._against)
+        self._family = dict(samples[["copy", "family"]].drop_duplicates().itertuples(index=False))
+        self._head = cache(lambda timer: stats.Timed(rows_of(samples, self.where | {"timer": timer})))
+        self.speedups = cache(self._speedups)
 
     def cells(self, **where: object) -> pd.DataFrame:
         """Finished cells whose columns equal `where`: the headline's, unless `where` says otherwise."""
         return rows_of(self.every_cell, self.where | {"status": "ok"} | where)
 
+    def against(self, other: str) -> pd.DataFrame:
+        """`speedups` of kvnb."""
+        return self.speedups(OURS, other)
+
     def _line(self) -> dict:
-        """The line (columns LINE) that figures show: most like 8x128 bfloat16 NHD, then with most sizes."""
+        """The line (columns LINE) that figures show: most like 8x128 bfloat16 packed, then with most sizes."""
         table = self.cells()
-        usual = {"layout": "NHD", "num_kv_heads": 8, "head_size": 128, "value_head_size": 128, **USUAL}
+        usual = {**EIGHT, **USUAL, "layout": self.layouts[0]}
         like = (table[list(usual)] == pd.Series(usual)).sum(axis=1)
         lines = table.assign(like=like).groupby(LINE).agg({"like": "first", "num_tokens": "nunique"})
-        best = lines.sort_values(["like", "num_tokens"]).index[-1:]
+        best = lines.sort_values(["like", "num_tokens"], kind="stable").index[-1:]
         return dict(zip(LINE, best[0] if len(best) else [None] * len(LINE)))
 
-    def _against(self, other: str) -> pd.DataFrame:
-        """stats.compare of kvnb with `other` (a copy or BEST) in the headline's cells, `b` naming it; may be empty."""
-        head = rows_of(self.samples, self.where)
-        if {OURS, other} <= set(head["copy"]):
-            return stats.compare(head, OURS, other).sort_values([*LINE, "num_tokens"], ignore_index=True)
-        names = head.loc[head["family"].isin(PYTORCH), "copy"].unique() if other == BEST else []
-        if tables := [table for name in sorted(names) if len(table := self.against(name))]:
-            rows = pd.concat(tables, ignore_index=True)
-            fastest = rows.loc[rows.groupby(stats.PLACE, sort=False)["speedup"].idxmin()]
-            return fastest.sort_values([*LINE, "num_tokens"], ignore_index=True)
-        return pd.DataFrame(columns=[*stats.PLACE, "a", "b", "speedup", "low", "high", "margin", "verdict"])
+    def _speedups(self, a: str, b: str, timer: str = "") -> pd.DataFrame:
+        """stats.compare of a with b in the headline's cells (or those of another timer); may be empty.
+
+        For a key of GROUPS stands its fastest copy in each cell; columns `a` and `b` name the copies.
+        """
+        head, place = self._head(timer or self.timer), [*LINE, "num_tokens"]
+        if group := next((name for name in (a, b) if name in GROUPS), None):
+            names = sorted(name for name in head.copies if self._family[name] in GROUPS[group])
+            pairs = [(name if a == group else a, name if b == group else b) for name in names]
+            tables = [table for pair in pairs if len(table := self.speedups(*pair, timer))]
+            rows = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COMPARED)
+            each = rows.groupby(stats.PLACE, sort=False)["speedup"]
+            return rows.loc[each.idxmax() if a == group else each.idxmin()].sort_values(place, ignore_index=True)
+        if {a, b} <= set(head.copies):
+            return _with_cache(stats.compare(head, a, b)).sort_values(place, ignore_index=True)
+        return pd.DataFrame(columns=COMPARED)
+
+
+COMPARED = [*stats.PLACE, "cache", "speedup", "low", "high", "a", "b", "margin", "verdict", "reason"]
+
+
+def _with_cache(table: pd.DataFrame) -> pd.DataFrame:
+    """With a column `cache`: its size where that is more than grids give a case of those tokens, else empty."""
+    token_bytes = table["num_kv_heads"] * (table["head_size"] + table["value_head_size"]) * table["dtype"].map(ITEMSIZE)
+    roomy = table["cache_bytes"] > np.maximum(GIB, 2 * table["num_tokens"] * token_bytes)
+    return table.assign(cache=(table["cache_bytes"] / GIB).map("{:.3g} GiB cache".format).where(roomy, ""))
 
 
 @cache
@@ -113,11 +146,27 @@ def rows_of(table: pd.DataFrame, where: dict) -> pd.DataFrame:
     return table[(table[list(where)] == pd.Series(where)).all(axis=1)]
 
 
+def by_layout(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(layout, its rows), in the order of LAYOUTS."""
+    return [(layout, here) for layout in LAYOUTS if len(here := rows[rows["layout"] == layout])]
+
+
 # -- how numbers and names read
 
 
 def label(copy: str) -> str:
     return LABELS.get(copy, copy)
+
+
+def release(copy: str) -> str:
+    """The version in `vllm==X`; empty for other copies and for `vllm==X.cubin`, which stands beside its op."""
+    found = re.fullmatch(r"vllm==(\d[\w.]*)", copy)
+    return found[1] if found and not copy.endswith(".cubin") else ""
+
+
+def age(copy: str) -> tuple[int, ...]:
+    """The numbers in a release's version, to sort by."""
+    return tuple(map(int, re.findall(r"\d+", copy)))
 
 
 def times(ratio: float) -> str:
@@ -132,82 +181,92 @@ def duration(seconds: float) -> str:
 
 
 def line_name(row: dict | pd.Series, layout: bool = False) -> str:
-    """`8x128`, then what is unusual about the line, then its layout."""
+    """`8x128`, then what is not as in USUAL, then its layout."""
     value = f"/{row['value_head_size']}" if row["value_head_size"] != row["head_size"] else ""
     words = {"slots": "{} slots", "block_size": "blocks of {}"}
     odd = [words.get(name, "{}").format(row[name]) for name, usual in USUAL.items() if row[name] != usual]
     return " ".join([f"{row['num_kv_heads']}x{row['head_size']}{value}", *odd, *[row["layout"]] * layout])
 
 
+def cell_name(row: dict | pd.Series) -> str:
+    return f"{_count(row['num_tokens'], 'token')} of {line_name(row, layout=True)}"
+
+
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def _speedup(rows: pd.DataFrame, cells: bool = True) -> str:
-    """Geometric mean of `against` rows: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
+def interval(row: dict | pd.Series) -> str:
+    return f"{times(row['speedup'])} [{times(row['low'])}, {times(row['high'])}]"
+
+
+def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
+    """Geometric mean of speedups: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
     mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
-    told = f"{times(mean['speedup'])} [{times(mean['low'])}, {times(mean['high'])}] {mean['verdict']}"
+    told = f"{interval(mean)} {mean['verdict']}"
     spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
     lost = (rows["verdict"] == "SLOWER").sum()
     return f"{told} ({_count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told
 
 
+def _by_regime(rows: pd.DataFrame) -> str:
+    """`1.20 [1.19, 1.21] FASTER in decode, ...`, or that there is none."""
+    regimes = [(regime, rows_of(rows, {"regime": regime})) for regime in REGIMES]
+    told = [f"{speedup(here, cells=False)} in {regime}" for regime, here in regimes if len(here)]
+    return ", ".join(told) or "not measured"
+
+
 # -- sentences
 
 
-def _losses(rows: pd.DataFrame) -> str:
-    """How often and how much PyTorch is faster, for the beginning of a sentence; empty where it never is."""
-    lost = rows[rows["verdict"] == "SLOWER"]
-    if lost.empty:
-        return ""
-    worst = lost.loc[lost["speedup"].idxmin()]
-    where = f"{worst['b']}, {_count(worst['num_tokens'], 'token')} of {line_name(worst, layout=True)}"
-    much = f"by up to {times(1 / worst['speedup'])} times ({where})"
-    return f"PyTorch is faster in {len(lost)} of {_count(len(rows), 'cell')}, {much}, "
-
-
-def flips(rows: pd.DataFrame) -> list[tuple[int, str]]:
-    """(tokens, text) wherever the verdict of `against` turns to or from SLOWER along lines of sizes."""
-    found: dict[tuple[int, str], list[str]] = {}
-    for _, line in rows.sort_values("num_tokens").groupby(LINE, sort=True):
-        sizes, slower = [0, *line["num_tokens"]], [False, *(line["verdict"] == "SLOWER")]
-        for i in range(1, len(sizes)):
-            if slower[i] != slower[i - 1]:
-                where = f"between {sizes[i - 1]:,} and {sizes[i]:,} tokens" if i > 1 else "from the fewest tokens on"
-                turn = f"turns to {'PyTorch' if slower[i] else 'kvnb'} {where}"
-                found.setdefault((sizes[i], turn), []).append(line_name(line.iloc[0]))
-    return [(tokens, f"{turn} for {_some(names)}") for (tokens, turn), names in sorted(found.items())]
-
-
-def _some(names: list[str], most: int = 2) -> str:
-    """The shortest names, and how many more there are."""
-    names = sorted(names, key=len)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def headline(run: Run) -> str:
-    """The issue's second TODO answered in two sentences: does PyTorch's copy outperform the hand-written kernel?"""
-    best, issue = run.against(BEST), run.against(ISSUE)
-    where = f"{run.machine}, timer {run.timer}, state produced"
+    """The issue's second TODO in a few sentences: does PyTorch's copy outperform the hand-written kernel?
+
+    First the kernel that vLLM ships, where the run holds it, then kvnb, what it loses first; means of one layout.
+    """
+    best = run.against(BEST)
     if best.empty:
-        return f"{where}: no answer, as no cell holds both kvnb and a PyTorch copy."
-    ours, theirs = (
-        ", ".join(f"{_speedup(cells, cells=False)} in {regime}" for regime, cells in rows.groupby("regime"))
-        for rows in (best, issue)
-    )
+        return f"{run.about}: no answer, as no cell holds both kvnb and a PyTorch copy."
     margin = best["margin"].max()
     noise = f"a noise floor of {margin:,.0%} hides smaller differences" if margin > stats.WIDEST_SAME else ""
-    won = f"{(best['verdict'] == 'FASTER').sum()} of {_count(len(best), 'cell')}"
-    first = f"{_losses(best) or 'PyTorch is faster in no cell, '}kvnb in {won}"
-    first += f"; its speedup over the {BEST} copy is {ours}"
-    second = f"Over {ISSUE}, the spelling of the issue, it is {theirs or 'not measured'}"
-    return f"{where}, {noise or f'margin {margin:.1%}'}: {first}. {second}.{_reservations(run)}"
+    ours = f"against the {BEST} copy, kvnb is {_score(best, 'SLOWER', BEST)}"
+    if run.shipped:
+        scores = [f"{the(copy)} is {_score(run.speedups(copy, run.shipped), 'FASTER', copy)}" for copy in ASKED]
+        ours = f"against {run.shipped}, the kernel that vLLM ships, {'; '.join(scores)}. A{ours[1:]}"
+        ours += f"; against {run.shipped}, {_score(run.against(run.shipped), 'SLOWER', run.shipped)}"
+    layout = run.layouts[0]
+    rivals = filter(None, (BEST, run.shipped, ISSUE))
+    means = [f"over {the(b)} {_by_regime(rows_of(run.against(b), {'layout': layout}))}" for b in rivals]
+    told = f"{ours}. Its speedup, {layout}: {'; '.join(means)}."
+    return f"{run.about}, {noise or f'margin {margin:.1%}'}: {told}{_reservations(run)}"
+
+
+def the(copy: str) -> str:
+    """A copy's name within a sentence."""
+    return f"the {copy} copy" if copy in GROUPS else label(copy)
+
+
+def _score(rows: pd.DataFrame, first: str, other: str) -> str:
+    """`faster in 31 of 98 cells, by up to 2.21 [2.20, 2.22] times (...), and slower in 60`, or the other way round.
+
+    The brackets hold the cell, and the copy that was `other` there, where that is a key of GROUPS.
+    """
+    if rows.empty:
+        return "not measured"
+    far, second = rows[rows["verdict"] == first], "SLOWER" if first == "FASTER" else "FASTER"
+    told = f"{first.lower()} in {len(far)} of {_count(len(rows), 'cell')}"
+    if len(far):
+        row = far.sort_values("speedup", ascending=first == "SLOWER", kind="stable").iloc[0].to_dict()
+        copy = f"{row['ab'[first == 'SLOWER']]}, " if other in GROUPS else ""
+        if first == "SLOWER":
+            row |= {"speedup": 1 / row["speedup"], "low": 1 / row["high"], "high": 1 / row["low"]}
+        told += f", by up to {interval(row)} times ({copy}{cell_name(row)}),"
+    return f"{told} and {second.lower()} in {(rows['verdict'] == second).sum()}"
 
 
 def _reservations(run: Run) -> str:
     """What the headline must not hide: copies without any time, and too few workers."""
-    cells = run.every_cell[run.every_cell["family"].isin(PYTORCH)]
+    cells = run.every_cell[run.every_cell["family"].isin([*GROUPS[BEST], "peer"])]
     absent = sorted(set(cells["copy"]) - set(cells.loc[cells["status"] == "ok", "copy"]))
     text = f" Without a time in this run: {', '.join(absent)}." if absent else ""
     workers = int(run.samples["worker"].max()) + 1
@@ -215,26 +274,73 @@ def _reservations(run: Run) -> str:
 
 
 def sentences(run: Run) -> list[str]:
-    """One sentence per regime and layout, those with losses first: kvnb against BEST and ISSUE, and where it flips."""
+    """For each regime in turn: where PyTorch wins, where the kernel that vLLM ships does, and where kvnb."""
+    rivals_of = {BEST: (run.shipped, OURS), run.shipped: (BEST, OURS), OURS: (run.shipped, BEST, ISSUE)}
     told = []
-    for layout in run.layouts:
-        best, issue = (rows_of(run.against(other), {"layout": layout}) for other in (BEST, ISSUE))
-        for regime, cells in best.groupby("regime"):
-            theirs = rows_of(issue, {"regime": regime})
-            theirs = _speedup(theirs) if len(theirs) else "not measured"
-            turns = [text for tokens, text in flips(best) if regime_of(tokens) == regime]
-            ours = f"kvnb's speedup over the {BEST} copy, mostly {cells['b'].mode()[0]}, is {_speedup(cells)}"
-            losses = _losses(cells).removesuffix(", ")
-            text = "; ".join(filter(None, [losses, f"{ours}, over {ISSUE} {theirs}", *turns]))
-            told.append(f"{regime.capitalize()}, {layout}: {text}.")
-    return sorted(told, key=lambda text: "PyTorch is faster" not in text)
+    for regime, name in itertools.product(REGIMES, filter(None, rivals_of)):
+        clauses = [_wins(run.speedups(name, b), name, b, regime) for b in rivals_of[name] if b]
+        if name == BEST and run.timer != "wall":
+            eagerly = [_wins(run.speedups(name, b, "eager"), name, b, regime) for b in rivals_of[name] if b]
+            clauses += [f"with timer eager, {clause}" for clause in eagerly if clause]
+        if any(clauses):
+            who = "PyTorch" if name == BEST else name
+            told.append(f"{regime.capitalize()}, {who}: {'; '.join(filter(None, clauses))}.")
+    return told
+
+
+def _wins(rows: pd.DataFrame, name: str, rival: str, regime: str) -> str:
+    """How often a copy is FASTER than a rival in a regime, and how much: kvnb by layout, the others where they are."""
+    rows = rows_of(rows, {"regime": regime})
+    if rows.empty:
+        return ""
+    won = rows[rows["verdict"] == "FASTER"].sort_values("speedup", kind="stable")
+    told = f"faster than {the(rival)} in {len(won) or 'none'} of {_count(len(rows), 'cell')}"
+    if name == OURS:
+        return f"{told}: {', '.join(f'{layout} {speedup(here)}' for layout, here in by_layout(rows))}"
+    ends = dict.fromkeys(interval(won.iloc[place]) for place in (0, -1)) if len(won) else ()
+    return f"{told}, by {' to '.join(ends)} times: {_places(rows, name)}" if ends else told
+
+
+def _places(rows: pd.DataFrame, name: str) -> str:
+    """Where rows are FASTER: `NHD 9 of 31 (8x64 at 32 to 256 tokens, torch.compile; and 3 more)`."""
+    told = []
+    for layout, here in by_layout(rows):
+        lines = []
+        for _, line in here.groupby(LINE):
+            won, sizes = line[line["verdict"] == "FASTER"], sorted(line["num_tokens"])
+            if len(won):
+                spelling = f", {'/'.join(won['a'].value_counts().index)}" if name in GROUPS else ""
+                text = f"{line_name(line.iloc[0])} at {_sizes(won['num_tokens'], sizes)}{spelling}"
+                lines.append((-len(won), len(text), text))
+        more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
+        if lines:
+            words = "; ".join([text for *_, text in sorted(lines)[:3]] + more)
+            told.append(f"{layout} {(here['verdict'] == 'FASTER').sum()} of {len(here)} ({words})")
+    return ", ".join(told)
+
+
+def _sizes(won: Iterable[int], measured: list[int]) -> str:
+    """`32 to 256 tokens` where every measured size between is among them, else each."""
+    won = sorted(won)
+    between = [size for size in measured if won[0] <= size <= won[-1]]
+    *others, last = (f"{size:,}" for size in won)
+    all_of = between == won and len(won) > 2
+    return f"{others[0]} to {last} tokens" if all_of else ", ".join([*others, _count(won[-1], "token")])
+
+
+def note(runs: Iterable[Run]) -> str:
+    """NOTE, and what no run here can say about vLLM."""
+    silent = not any(run.shipped for run in runs)
+    return NOTE + " Until vLLM's wheels are measured, nothing else here says what vLLM does." * silent
 
 
 def summary_markdown(run: Run) -> str:
-    """Headline, sentences, verdict table and note, for README."""
-    table = verdict_table(run)
-    lines = ["| " + " | ".join(row) + " |" for row in [table.columns, ["---"] * len(table.columns), *table.to_numpy()]]
-    return "\n".join([headline(run), "", *[f"- {text}" for text in sentences(run)], "", *lines, "", NOTE])
+    """Headline, sentences, tables and note, for README."""
+    told = [headline(run), "", *[f"- {text}" for text in sentences(run)], ""]
+    for table in filter(len, (issue_table(run), verdict_table(run))):
+        rows = [table.columns, ["---"] * len(table.columns), *table.to_numpy()]
+        told += [*("| " + " | ".join(row) + " |" for row in rows), ""]
+    return "\n".join([*told, note([run])])
 
 
 # -- tables
@@ -242,19 +348,31 @@ def summary_markdown(run: Run) -> str:
 
 def verdict_table(run: Run, copies: Iterable[str] = ()) -> pd.DataFrame:
     """Layout, copy, and per regime kvnb's speedup over it as a geometric mean: `2.10 [2.05, 2.15] FASTER (...)`."""
+    main = (run.shipped, BEST, PLAIN, ISSUE, "torch.compile", TUNED, "triton", *PEERS, "vllm.scalar", *run.yours)
+    return _verdicts(run, [(OURS, copy, copy) for copy in copies or main if copy], "kvnb's speedup over")
+
+
+def issue_table(run: Run) -> pd.DataFrame:
+    """The issue's question: PyTorch's speedup over the kernel that vLLM ships; empty where the run does not hold it."""
+    pairs = [(copy, run.shipped, copy) for copy in (*ASKED, TUNED) if run.shipped]
+    return _verdicts(run, pairs, f"speedup over {run.shipped} of")
+
+
+def _verdicts(run: Run, pairs: list[tuple[str, str, str]], title: str) -> pd.DataFrame:
+    """A row per layout and (a, b, the copy that the row is about): the geometric mean of speedups per regime."""
     rows = []
-    for layout, copy in itertools.product(run.layouts, copies or (*MAIN, *run.yours)):
-        regimes = rows_of(run.against(copy), {"layout": layout}).groupby("regime")
-        rows.append({"layout": layout, "copy": label(copy)} | {regime: _speedup(cells) for regime, cells in regimes})
-    table = pd.DataFrame(rows, columns=["layout", "copy", *REGIMES]).dropna(subset=list(REGIMES), how="all")
+    for layout, (a, b, copy) in itertools.product(run.layouts, pairs):
+        regimes = rows_of(run.speedups(a, b), {"layout": layout}).groupby("regime")
+        rows.append({"layout": layout, title: label(copy)} | {regime: speedup(cells) for regime, cells in regimes})
+    table = pd.DataFrame(rows, columns=["layout", title, *REGIMES]).dropna(subset=list(REGIMES), how="all")
     return table.dropna(axis="columns", how="all").fillna("not measured")
 
 
 def limits_table(run: Run) -> pd.DataFrame:
     """Copies on one line: at the fewest tokens in empty launches, at the most in GB/s and % of limit.copy."""
-    table = run.cells(**run.line).sort_values("num_tokens")
+    table = _drawn(run.cells(**run.line), run).sort_values("num_tokens")
     launch = table.loc[table["copy"] == "limit.launch", "seconds"].median()
-    copies = table[~table["copy"].str.match(r"limit\.(launch|event)|kvnb\.again")].groupby("copy")
+    copies = table[~table["copy"].str.match(r"limit\.(launch|event)")].groupby("copy")
     least, most = copies.head(1).set_index("copy").sort_index(), copies.tail(1).set_index("copy").sort_index()
     columns = {
         "copy": least.index.map(label),
@@ -270,13 +388,13 @@ def limits_table(run: Run) -> pd.DataFrame:
 
 
 def worth(run: Run) -> pd.DataFrame:
-    """What kvnb saves in a decode step over BEST and ISSUE (negative: loses), against the time to read the weights.
+    """What kvnb saves in a decode step over vLLM's kernel, BEST and ISSUE (negative: loses), against the weights' time.
 
     Saved per step: the difference x layers. Weights: weight_bytes over the largest GB/s of limit.copy in the run, as if
     one device held the model; no step takes less. A row per model, measured decode size of its heads, and rival.
     """
-    best, issue = run.against(BEST), run.against(ISSUE)
-    rivals = pd.concat([best.assign(rival=best["b"] + " (fastest)"), issue.assign(rival=ISSUE)])
+    rivals = pd.concat([run.against(b).assign(rival=b) for b in (run.shipped, BEST, ISSUE) if b])
+    rivals["rival"] = rivals["rival"].mask(rivals["rival"] == BEST, rivals["b"] + " (fastest)").map(label)
     bytes_per_s = 1e9 * run.cells()["gbps"][run.cells()["copy"].str.startswith("limit.copy")].max()
     tables = []
     for model in MODELS:
@@ -298,9 +416,13 @@ def worth(run: Run) -> pd.DataFrame:
     return pd.concat(tables).replace("nan.*", "not measured", regex=True)
 
 
-def not_ok(run: Run) -> pd.DataFrame:
-    """Cells without a time, counted by status and reason; reasons that differ in numbers only are one, the first."""
-    bad = run.every_cell[run.every_cell["status"] != "ok"].replace({"copy": LABELS})
+def not_ok(run: Run, prefix: str = "") -> pd.DataFrame:
+    """Cells without a time, counted by status and reason; reasons that differ in numbers only are one, the first.
+
+    `prefix`: of copies whose names begin so; of vllm==, what its releases write wrongly or refuse.
+    """
+    bad = run.every_cell[(run.every_cell["status"] != "ok") & run.every_cell["copy"].str.startswith(prefix)]
+    bad = bad.replace({"copy": LABELS})
     groups = bad.groupby(["status", bad["reason"].str.replace(r"\d[\d.,]*", "#", regex=True)])
     table = groups.agg(cells=("copy", "size"), copies=("copy", lambda copies: ", ".join(sorted(set(copies)))),
                        first_reason=("reason", "first"))  # fmt: skip
@@ -327,6 +449,149 @@ def provenance(run: Run) -> pd.DataFrame:
     return pd.DataFrame(facts.items(), columns=["what", "value"])
 
 
+# -- what vLLM's releases did: runs that hold several of them, such as grid `releases`
+
+
+CALL = ("layout", "source")
+SAME, DEFAULT = "the same problem: NHD, contiguous rows", "as called: by each release's default backend"
+
+
+def release_facts(copy: str) -> dict:
+    """registers (per thread of a release's kernel, bfloat16, sm_90; None: not known), and the layout and source of its
+    default backend's call (empty: not known), with the backend's file at that release and a note."""
+    from kvnb.copies import releases
+
+    call = releases.DEFAULT_CALLS.get(release(copy))
+    known = call._asdict() if call else dict.fromkeys(("layout", "source", "backend", "note"), "")
+    return known | {"registers": releases.REGISTERS.get(release(copy))}
+
+
+def registers(copy: str) -> str:
+    """Registers per thread of a release's kernel, in words."""
+    number = release_facts(copy)["registers"]
+    return "not known" if number is None else str(number)
+
+
+def release_times(run: Run) -> pd.DataFrame:
+    """Cells of vLLM's releases at 8x128, oldest first: `panel` SAME or DEFAULT."""
+    tables = []
+    for panel, copy in itertools.product((SAME, DEFAULT), run.releases):
+        tables.append(run.cells(copy=copy, **USUAL | EIGHT | _call(panel, copy)).assign(panel=panel))
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*run.cells(), "panel"])
+    return table[table.groupby(["panel", "num_tokens"])["copy"].transform("nunique") > 1]
+
+
+def _call(panel: str, copy: str) -> dict:
+    """Layout and source of a release in a panel."""
+    facts = release_facts(copy)
+    return {"layout": "NHD", "source": "contiguous"} if panel == SAME else {name: facts[name] for name in CALL}
+
+
+def release_table(run: Run) -> pd.DataFrame:
+    """Per problem and release: registers, layout and source of the call, and the time at each number of tokens."""
+    cells, rows = release_times(run), []
+    for panel, copy in itertools.product((SAME, DEFAULT), run.releases):
+        row = {"problem": panel.split(":")[0], "release": copy, "registers": registers(copy)}
+        row |= {"called with": ", ".join(_call(panel, copy).values()).strip(", ")}
+        line = rows_of(cells, {"panel": panel, "copy": copy}).sort_values("num_tokens")
+        rows.append(row | {f"{cell.num_tokens:,}": duration(cell.seconds) for cell in line.itertuples()})
+    table = pd.DataFrame(rows, columns=[*dict.fromkeys(itertools.chain(["problem"], *rows))])
+    return table.replace({"called with": {"": "not known"}}).fillna("not measured")
+
+
+def release_calls(run: Run) -> pd.DataFrame:
+    """Where the default call of each release is read from: its backend's file in vLLM's repository at that tag."""
+    facts = {copy: release_facts(copy) for copy in run.releases}
+    rows = [(copy, f"v{release(copy)}: {fact['backend']}", fact["note"]) for copy, fact in facts.items()]
+    return pd.DataFrame(rows, columns=["release", "its default backend's call is in", "note"])
+
+
+def release_steps(run: Run) -> pd.DataFrame:
+    """What each release changed: speedup over the release before, a row per panel, copy and size.
+
+    Where the default call changed too, the two times are of two cases: their ratio has no interval and no verdict.
+    """
+    tables = []
+    for before, copy in itertools.pairwise(run.releases):
+        for panel in (SAME, DEFAULT):
+            old, new = (USUAL | _call(panel, name) for name in (before, copy))
+            if old == new:
+                steps = rows_of(run.speedups(copy, before), new)
+            else:
+                size = [*EIGHT, "num_tokens"]
+                was = run.cells(copy=before, **old).set_index(size)["seconds"]
+                steps = run.cells(copy=copy, **new).join(was.rename("was"), on=size).dropna(subset="was")
+                steps = steps.assign(a=copy, b=before, speedup=steps["was"] / steps["seconds"], low=np.nan, high=np.nan)
+            tables.append(steps.reindex(columns=COMPARED).assign(panel=panel))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*COMPARED, "panel"])
+
+
+def release_headline(run: Run) -> str:
+    """Which release helped whom and hurt whom: newest against oldest, the worst step and the best."""
+    if len(run.releases) < 2:
+        return f"{run.about}: no answer, as this run holds fewer than two releases of vLLM."
+    oldest, newest = run.releases[0], run.releases[-1]
+    steps = rows_of(release_steps(run), {"panel": SAME})
+    since = rows_of(run.speedups(newest, oldest), {**USUAL, **EIGHT, "layout": "NHD"})
+    told = [f"the speedup of {newest} over {oldest} for the same 8x128 NHD problem is {_by_regime(since)}"]
+    for verdict, word in (("SLOWER", "hurt"), ("FASTER", "helped")):
+        rows = steps[steps["verdict"] == verdict].sort_values("speedup", ascending=verdict == "SLOWER", kind="stable")
+        if rows.empty:
+            told.append(f"No release {word} anyone here")
+            continue
+        row = rows.iloc[0]
+        step = f"{interval(row)} over {row['b']}, {cell_name(row)}; registers per thread "
+        step += f"{registers(row['b'])} to {registers(row['a'])}"
+        told.append(f"The release that {word} most was {row['a']} ({step})")
+    return f"{run.about}: {'. '.join(told)}."
+
+
+def release_sentences(run: Run) -> list[str]:
+    """A sentence per problem and release that hurt or helped someone, hurt first; then those that changed nothing."""
+    told, quiet = [], {}
+    for (panel, copy), rows in release_steps(run).groupby(["panel", "a"], sort=False):
+        words = {"SLOWER": [], "FASTER": [], "": []}  # whom it hurt, whom it helped, what cannot be judged
+        for (heads, head_size, regime), here in rows.groupby(["num_kv_heads", "head_size", "regime"], sort=False):
+            whom, mean = f"{regime} of {heads}x{head_size}", stats.summarise(here, ["regime"]).iloc[0]
+            if here["low"].isna().any():
+                words[""].append(f"{times(mean['speedup'])} in {whom}")
+            elif mean["verdict"] in words:
+                words[mean["verdict"]].append(f"{whom} {speedup(here)}")
+        another = f"now called with {', '.join(_call(panel, copy).values())}, and a speedup from case to case of"
+        verbs = {"SLOWER": "hurt", "FASTER": "helped", "": another}
+        clauses = [f"{verbs[key]} {', '.join(whom)}" for key, whom in words.items() if whom]
+        problem = panel.split(":")[0].capitalize()
+        if clauses:
+            text = f"{problem}, {copy} over {rows['b'].iloc[0]}: {'; '.join(clauses)}."
+            told.append((panel != SAME, not words["SLOWER"], text))
+        else:
+            quiet.setdefault(problem, []).append(copy)
+    still = [f"{problem}: no mean clears the margin with {', '.join(names)}." for problem, names in quiet.items()]
+    return [text for *_, text in sorted(told, key=lambda row: row[:2])] + still
+
+
+def op_and_cubin(run: Run) -> pd.DataFrame:
+    """Where a run holds a release as its op and as its cubin: the op's speedup over the cubin, per line and regime."""
+    rows = []
+    for copy, timer in itertools.product(run.releases, (run.timer, "call")):
+        for line, here in run.speedups(copy, f"{copy}.cubin", timer).groupby(LINE):
+            row = {"release": copy, "timer": timer, "problem": line_name(dict(zip(LINE, line)), layout=True)}
+            rows.append(row | {regime: speedup(cells) for regime, cells in here.groupby("regime")})
+    return pd.DataFrame(rows, columns=["release", "timer", "problem", *REGIMES]).fillna("not measured")
+
+
+def agreement(run: Run) -> str:
+    """Whether op and cubin of a release agree, in one sentence."""
+    pairs = [rows for copy in run.releases if len(rows := run.speedups(copy, f"{copy}.cubin"))]
+    if not pairs:
+        return f"{run.about}: not measured, as no release is in this run both as its op and as its cubin."
+    rows = pd.concat(pairs)
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in rows["verdict"].value_counts().items())
+    ends = f"from {times(rows['speedup'].min())} to {times(rows['speedup'].max())}"
+    names, cells = ", ".join(rows["a"].unique()), _count(len(rows), "cell")
+    return f"{run.about}: for {names}, the op's speedup over the cubin is {ends} in {cells} ({counts})."
+
+
 # -- what figures show, and their alt texts
 
 
@@ -336,28 +601,39 @@ FIGURES = {  # title, the column that is drawn, and what a run needs for it
     "heads": (f"Speedup of kvnb over the {BEST} copy", "speedup", "a PyTorch copy"),
     "eager": ("Time in a CUDA graph and eagerly", "seconds", "copies timed in both ways"),
     "step": ("Time per layer, by layers that share a step", "seconds", "a copy whose step was timed"),
+    "releases": ("Time of one copy of K and V, by vLLM release", "seconds", "two releases of vLLM"),
 }
+PANELS = ("limit", "step")  # figures with a panel per layout
 
 
-def figure_data(figure: str, run: Run) -> pd.DataFrame:
-    """The rows that a figure draws, `panel` saying where; empty where the run has none."""
+def figure_data(figure: str, run: Run, layout: str = "") -> pd.DataFrame:
+    """The rows that a figure draws, `panel` saying where; empty where the run has none. `layout`: not run.line's."""
+    line = run.line | ({"layout": layout} if layout else {})
+    if figure == "releases":
+        return release_times(run)
     if figure == "heads":
-        return rows_of(run.against(BEST), {name: value for name, value in run.line.items() if name != "num_kv_heads"})
-    any_layout = {name: value for name, value in run.line.items() if name != "layout"}
+        return rows_of(run.against(BEST), {name: value for name, value in line.items() if name != "num_kv_heads"})
+    any_layout = {name: value for name, value in line.items() if name != "layout"}
     if figure == "latency":
-        table = run.cells(**run.line).assign(panel="").query("copy != 'limit.event'")
+        table = run.cells(**line).assign(panel="").query("copy != 'limit.event'")
     elif figure == "limit":
         table = run.cells(**any_layout).query("family != 'limit' and limit_percent.notna()")
         table = table.assign(panel=table["layout"])
     elif figure == "eager":
-        table = pd.concat([run.cells(timer=timer, **run.line).assign(panel=timer) for timer in ("graph", "eager")])
+        table = pd.concat([run.cells(timer=timer, **line).assign(panel=timer) for timer in ("graph", "eager")])
         table = table[(table["family"] != "limit") & (table.groupby("copy")["timer"].transform("nunique") == 2)]
     else:
         table = _step_costs(run.cells(**any_layout), run.cells(part="step", **any_layout))
     # limit.copy stands for the faster of itself and its memcpy form
-    table = table[table["copy"] != stats.NOISE[0]].replace({"copy": {"limit.copy.memcpy": "limit.copy"}})
+    table = _drawn(table, run).replace({"copy": {"limit.copy.memcpy": "limit.copy"}})
     table = table.sort_values("seconds", kind="stable").drop_duplicates(["panel", "num_tokens", "copy"])
     return table.sort_values(["num_tokens", "copy"], kind="stable")
+
+
+def _drawn(table: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """Without what would only be seen twice: kvnb's second name, and vLLM's kernels other than the newest."""
+    older = table["copy"].str.startswith("vllm==") & (table["copy"] != run.shipped)
+    return table[(table["copy"] != stats.NOISE[0]) & ~older]
 
 
 def _step_costs(write: pd.DataFrame, step: pd.DataFrame) -> pd.DataFrame:
@@ -369,17 +645,25 @@ def _step_costs(write: pd.DataFrame, step: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([every, both.assign(seconds=shared, panel=both["layout"] + f", shared by {LAYERS} layers")])
 
 
-def alt(figure: str, run: Run) -> str:
+def alt(figure: str, run: Run, layout: str = "") -> str:
     """Alt text of a figure, from the rows that it draws; where there are none, what is missing."""
-    table, (title, column, needs) = figure_data(figure, run), FIGURES[figure]
+    table, (title, column, needs) = figure_data(figure, run, layout), FIGURES[figure]
     if table.empty:
         return f"{title}: nothing to draw, as this run lacks {needs}."
     if figure == "heads":
-        return f"Heat map by tokens and heads. {title} on {run.machine}: {_losses(table)}{_speedup(table)}."
-    read = duration if column == "seconds" else "{:.0f} %".format
-    each = []
-    for (panel, copy), line in table.groupby(["panel", "copy"]):
-        ends = dict.fromkeys([line[column].iloc[0], line[column].iloc[-1]])
-        each.append(f"{label(copy)}{panel and f' ({panel})'} {' to '.join(map(read, ends))}")
-    sizes = f"{line_name(run.line)}, {table['num_tokens'].min():,} to {table['num_tokens'].max():,} tokens"
-    return f"Line chart. {title} on {run.machine}, {sizes}: {', '.join(each)}."
+        told = f"{title} on {run.machine}, {layout or run.line['layout']}: {_score(table, 'SLOWER', BEST)}"
+        return f"Heat map by tokens and heads. {told}; {speedup(table)}."
+    lines = "num_tokens" if figure == "releases" else "copy"
+    read, each = duration if column == "seconds" else "{:.0f} %".format, []
+    for (panel, line), points in table.groupby(["panel", lines], sort=lines == "copy"):
+        ends = " to ".join(map(read, dict.fromkeys([points[column].iloc[0], points[column].iloc[-1]])))
+        name, most = label(line), ""
+        if lines == "num_tokens":
+            name, most, panel = _count(line, "token"), f", at most {read(points[column].max())}", panel.split(":")[0]
+        each.append(f"{name}{panel and f' ({panel})'} {ends}{most}")
+    name = line_name(run.line | {"layout": layout or run.line["layout"]}, layout=figure not in PANELS)
+    what = f"{name}, {table['num_tokens'].min():,} to {table['num_tokens'].max():,} tokens"
+    if figure == "releases":
+        each_has = ", ".join(f"{copy} {registers(copy)}" for copy in sorted(table["copy"].unique(), key=age))
+        what = f"8x128, by release with registers per thread {each_has}"
+    return f"Line chart. {title} on {run.machine}, {what}: {', '.join(each)}."

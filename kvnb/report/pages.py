@@ -36,13 +36,17 @@ def page(outcome: Outcome, links: Iterable[tuple[str, str]]) -> Path:
     return _write(here, "notebook.html.j2", title=title, body=body, links=links)
 
 
-def report(folder: Path, outcomes: list[Outcome], runs: list[Path]) -> Path:
-    """Write into `folder` a page per notebook, and `index.html` with the answers of `runs`; returns its path."""
+def report(folder: Path, outcomes: list[Outcome], runs: list[Path], releases: Iterable[Path] = ()) -> Path:
+    """Write into `folder` a page per notebook, and `index.html` with the answers of `runs`; returns its path.
+
+    `releases`: the runs of 05_releases, whose answer stands there too.
+    """
     links = [("Answer", "index.html"), *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
     for outcome in outcomes:
         page(outcome, links)
     values = {"failed": [outcome for outcome in outcomes if outcome.failure], "answers": answers}
     answered = [(answers.load(path), *_links(path, folder)) for path in runs]
+    values["releases"] = [answers.release_headline(answers.load(path)) for path in releases]
     return _write(folder / "index.html", "report.html.j2", links=links, answered=answered, **values)
 
 
@@ -74,4 +78,6 @@ def readme() -> str:
         run = answers.load(path)
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
         told += [f"### {run.machine}", answers.summary_markdown(run), f"![{alt}](reports/{gpu}/latency.png)"]
+        if releases := answers.recorded("releases").get(gpu):
+            told.append(f"By vLLM release: {answers.release_headline(answers.load(releases))}")
     return "\n\n".join(told) or "No run is recorded yet: `make report` measures one."

@@ -38,13 +38,16 @@ STYLE = {
 }
 
 
-def draw(figure: str, run: answers.Run) -> None:
-    """Show a figure of answers.FIGURES in a notebook with its alt text, or say what the run lacks for it."""
-    alt = answers.alt(figure, run)
-    if answers.figure_data(figure, run).empty:
+def draw(figure: str, run: answers.Run, layout: str = "") -> None:
+    """Show a figure of answers.FIGURES in a notebook with its alt text, or say what the run lacks for it.
+
+    `layout`: another than that of run.line, for figures of one line.
+    """
+    alt = answers.alt(figure, run, layout)
+    if answers.figure_data(figure, run, layout).empty:
         display(Markdown(f"{run.machine}: {alt}"))
     else:
-        display(Picture(data=png(figure, run), format="png", alt=alt))
+        display(Picture(data=png(figure, run, layout), format="png", alt=alt))
 
 
 def table(rows: pd.DataFrame, caption: str = "") -> None:
@@ -57,32 +60,42 @@ def table(rows: pd.DataFrame, caption: str = "") -> None:
         display(HTML(rows.to_html(index=False, border=0)) if len(rows) else Markdown("none"))
 
 
-def png(figure: str, run: answers.Run) -> bytes:
+def png(figure: str, run: answers.Run, layout: str = "") -> bytes:
     """A figure as PNG with a palette of 48 colours: small, and free of versions and dates."""
     full, small = io.BytesIO(), io.BytesIO()
-    make(figure, run).savefig(full, format="png", dpi=150, metadata={"Software": None})
+    make(figure, run, layout).savefig(full, format="png", dpi=150, metadata={"Software": None})
     colours = Image.open(full).convert("RGB")
     colours.quantize(48, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(small, "png", optimize=True)
     return small.getvalue()
 
 
 @rc_context(STYLE)
-def make(figure: str, run: answers.Run) -> Figure:
+def make(figure: str, run: answers.Run, layout: str = "") -> Figure:
     """A figure of answers.FIGURES; its `answers.figure_data` must not be empty."""
-    rows, (title, column, _) = answers.figure_data(figure, run), answers.FIGURES[figure]
-    fig = heat_map(rows) if figure == "heads" else lines(rows, column)
+    rows, (title, column, _) = answers.figure_data(figure, run, layout), answers.FIGURES[figure]
+    about = f"{answers.line_name(run.line)} {layout or run.line['layout']}"
+    if figure in answers.PANELS:
+        about = answers.line_name(run.line)
+    elif figure == "releases":
+        about = "8x128; above the points: registers per thread (sm_90)"
+    fig = {"heads": heat_map, "releases": by_release}.get(figure, lines)(rows, column)
     height = fig.get_figheight()
     timer = "graph and eager" if figure == "eager" else run.timer
-    layout = "" if figure in ("limit", "step") else f" {run.line['layout']}"  # theirs have a panel per layout
-    about = f"{run.machine}; {answers.line_name(run.line)}{layout}; timer {timer}, state produced"
+    about = f"{run.machine}; {about}; timer {timer}, state produced"
     fig.text(0.012, 1 - 0.06 / height, title, size=11, weight="bold", va="top")
     fig.text(0.012, 1 - 0.27 / height, about, size=8.5, color=COLOURS["limit"], va="top")
     return fig
 
 
 def look(copy: str, family: str) -> dict:
-    """Colour, marker and dash of a copy: by its place in its family, or by its name where it is not registered."""
+    """Colour, marker and dash of a copy: by its place in its family, or by its name where it is not registered.
+
+    Peers have fixed places, as which of them are registered differs by machine; vLLM's releases share one, as one
+    alone is drawn beside other copies.
+    """
     known = [other.name for other in REGISTRY.values() if other.family == family]
+    if family == "peer":
+        known, copy = ["vllm==", *answers.PEERS], "vllm==" if copy.startswith("vllm==") else copy
     place = known.index(copy) if copy in known else zlib.crc32(copy.encode())
     return {"color": COLOURS[family], "marker": MARKERS[place % 7], "linestyle": DASHES[place % 7]}
 
@@ -92,7 +105,8 @@ def look(copy: str, family: str) -> dict:
 
 def lines(rows: pd.DataFrame, column: str) -> Figure:
     """A column of panels: microseconds (log-log) or percent of limit.copy against tokens; a line per copy."""
-    panels = sorted(rows["panel"].unique())
+    order = {layout: place for place, layout in enumerate(answers.LAYOUTS)}
+    panels = sorted(rows["panel"].unique(), key=lambda panel: (order.get(panel.split(",")[0], 0), panel))
     height = 1.1 + (3.8 if len(panels) == 1 else 1.9 * len(panels))
     fig = Figure(figsize=(7.4, height))
     fig.subplots_adjust(left=0.11, right=0.70, bottom=0.65 / height, top=1 - 0.72 / height, hspace=0.28)
@@ -102,10 +116,7 @@ def lines(rows: pd.DataFrame, column: str) -> Figure:
     axes[-1].set_xlabel("tokens")
     _token_axis(axes[0], rows["num_tokens"].unique())
     if column == "seconds":
-        axes[0].set_yscale("log")
-        axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes[0].yaxis.set_major_formatter("{x:,.10g}")
-        axes[0].yaxis.set_minor_locator(NullLocator())
+        _time_axis(axes[0], LogLocator(subs=(1, 2, 5)))
     else:
         axes[0].set_ylim(0, max(105, 1.05 * rows[column].max()))
         for ax in axes:
@@ -127,6 +138,13 @@ def _line(ax: Axes, line: pd.DataFrame, column: str) -> tuple[float, float, str,
     if column == "seconds":
         ax.fill_between(x, scale * line["low"], scale * line["high"], color=shape["color"], alpha=0.2, linewidth=0)
     return x[-1], y[-1], answers.label(copy), shape["color"]
+
+
+def _time_axis(ax: Axes, ticks: LogLocator) -> None:
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(ticks)
+    ax.yaxis.set_major_formatter("{x:,.10g}")
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def _token_axis(ax: Axes, tokens: Iterable[int]) -> None:
@@ -166,13 +184,45 @@ def spread(wanted: Sequence[float], heights: Sequence[float]) -> np.ndarray:
     return stack + [max(means) for means in least]
 
 
+# -- time by release
+
+
+def by_release(rows: pd.DataFrame, column: str) -> Figure:
+    """A panel per problem: microseconds against releases, oldest first; a line per number of tokens."""
+    panels, names = list(rows["panel"].unique()), sorted(rows["copy"].unique(), key=answers.age)
+    height = 0.9 + 3.5 * len(panels)
+    fig = Figure(figsize=(7.4, height))
+    fig.subplots_adjust(left=0.09, right=0.86, bottom=0.6 / height, top=1 - 0.75 / height, hspace=0.3)
+    for ax, panel in zip(fig.subplots(len(panels), sharey=True, squeeze=False)[:, 0], panels):
+        here, colour = rows[rows["panel"] == panel], COLOURS["peer"]
+        ends = []
+        for tokens, line in here.groupby("num_tokens"):
+            x, y = line["copy"].map(names.index).to_numpy(), 1e6 * line[column].to_numpy()
+            ax.plot(x, y, color=colour, marker="o", markersize=4, linewidth=1.3)
+            ax.fill_between(x, 1e6 * line["low"], 1e6 * line["high"], color=colour, alpha=0.2, linewidth=0)
+            ends.append((x[-1], y[-1], f"{short(tokens)} token{'s' * (tokens > 1)}", colour))
+        above = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "size": 8}
+        for name, top in here.groupby("copy")[column].max().items():
+            ax.annotate(answers.registers(name), (names.index(name), 1e6 * top), **above)
+        calls = (here["layout"] + "\n" + here["source"]).set_axis(here["copy"])
+        ticks = [calls[[name]].iloc[0] if name in calls.index else "not\nmeasured" for name in names]
+        if panel == answers.SAME:  # whose title says the call
+            ticks = [tick.replace(calls.iloc[0], "") for tick in ticks]
+        _time_axis(ax, LogLocator(subs=(1, 2, 5)))
+        ax.set_xticks(range(len(names)), [f"{answers.release(name)}\n{tick}" for name, tick in zip(names, ticks)])
+        ax.set(title=panel, ylabel="microseconds", xlim=(-0.4, len(names) - 0.6))
+        ax.margins(y=0.1)
+        _name_ends(ax, ends)
+    return fig
+
+
 # -- speedups by tokens and heads
 
 
-def heat_map(rows: pd.DataFrame) -> Figure:
+def heat_map(rows: pd.DataFrame, column: str) -> Figure:
     """Speedups by heads and tokens, diverging around 1, each with its verdict unless it is FASTER."""
-    table = rows.pivot(index="num_kv_heads", columns="num_tokens", values=["speedup", "verdict"])
-    speedups, verdicts = table["speedup"], table["verdict"]
+    table = rows.pivot(index="num_kv_heads", columns="num_tokens", values=[column, "verdict"])
+    speedups, verdicts = table[column], table["verdict"]
     signs = verdicts.replace({"FASTER": "", "SLOWER": "\nSLOWER", "SAME": "\nSAME", "UNDECIDED": "\n?"})
     text = (speedups.map(answers.times, na_action="ignore") + signs).fillna("")
     exponent = np.log2(speedups.astype(float))

@@ -141,7 +141,13 @@ def test_full_holds_what_the_goals_and_the_reader_ask_for():
 
 def test_releases_are_compared_on_one_problem_and_on_their_backends_own():
     cases = grid("releases")
-    assert {(case.layout, case.source) for case in cases} == {("NHD", "contiguous"), ("NHD", "qkv"), ("packed", "qkv")}
+    *compared, transposed = cases
+    assert {(case.layout, case.source) for case in compared} == {
+        ("NHD", "contiguous"),
+        ("NHD", "qkv"),
+        ("packed", "qkv"),
+    }
+    assert (transposed.layout, transposed.source) == ("NHD", "transposed")
     assert {(case.num_kv_heads, case.head_size, case.dtype) for case in cases} == {(8, 128, "bfloat16")}
     assert timings("releases", cases[0]) == (("graph", "produced"), ("graph", "cold"))
     with pytest.raises(ValueError, match="grid 'releases' compares CUDA kernels and needs a GPU"):

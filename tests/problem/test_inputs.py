@@ -71,6 +71,11 @@ def test_qkv_sources_are_slices_of_one_projection():
     assert key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
 
+def test_transposed_sources_keep_the_rows_of_a_head_together():
+    made = inputs.make(Case(7, source="transposed", **SIZES), "cpu")
+    assert (made.keys[0].stride(), made.values[0].stride()) == ((20, 7 * 20, 1), (12, 7 * 12, 1))
+
+
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_the_same_seed_gives_the_same_bytes(dtype):
     def bits(seed: int) -> list[list[int]]:

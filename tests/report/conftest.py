@@ -6,12 +6,30 @@ import fixture_runs
 import pytest
 
 from kvnb.bench import results
+from kvnb.report import answers
 from kvnb.report.answers import Run
 
 
 @pytest.fixture(scope="session")
 def gpu() -> Run:
     return Run(fixture_runs.gpu_run())
+
+
+@pytest.fixture(scope="session")
+def old(gpu: Run) -> Run:
+    """The GPU run as it was before vLLM's wheels were measured."""
+    return Run(gpu.samples[~gpu.samples["copy"].isin(fixture_runs.WITHOUT_WHEELS)].reset_index(drop=True))
+
+
+@pytest.fixture(scope="session")
+def by_release() -> Run:
+    return Run(fixture_runs.releases_run())
+
+
+@pytest.fixture
+def facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of releases, as fixture_runs has it."""
+    monkeypatch.setattr(answers, "release_facts", fixture_runs.release_facts)
 
 
 @pytest.fixture(scope="session")

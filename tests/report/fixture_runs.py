@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pandas as pd
 
@@ -18,6 +20,8 @@ GPU_COPIES = {
     "kvnb.again": ("kernel", 1.3, 0.95),
     "kvnb.dependent": ("kernel", 0.9, 0.95),
     "vllm.scalar": ("kernel", 1.8, 0.45),
+    "vllm==0.33.0": ("peer", 2.1, 0.40),
+    "flashinfer": ("peer", 1.9, 0.88),
     "torch.index_put": ("torch", 5.5, 0.22),
     "torch.index_copy": ("torch", 4.5, 0.33),
     "torch.index_copy_wide": ("torch", 3.0, 0.93),
@@ -27,10 +31,15 @@ GPU_COPIES = {
     "limit.copy": ("limit", 1.2, 1.0),
     "limit.copy.memcpy": ("limit", 2.1, 0.99),
     "limit.launch": ("limit", 0.74, np.inf),
+    "limit.launch.dependent": ("limit", 0.60, np.inf),
 }
-EAGER_US = {"kvnb": 7.4, "kvnb.again": 7.4, "torch.index_put": 27.0, "torch.compile": 31.0, "triton": 22.0}
+EAGER_US = {"vllm==0.33.0": 14.0}
+EAGER_US |= {"kvnb": 7.4, "kvnb.again": 7.4, "torch.index_put": 27.0, "torch.compile": 31.0, "triton": 22.0}
 FLAT_ONLY = ("torch.index_copy", "torch.index_copy_wide")
 ONE_HEAD_KVNB = 0.5  # kvnb's share of the limit at one head: the fixture's flip, to torch.index_copy_wide
+
+
+WITHOUT_WHEELS = ("vllm==0.33.0", "flashinfer")  # copies that the first records lack
 
 
 def known_seconds(copy: str, case: Case, timer: str = "graph") -> float:
@@ -44,8 +53,13 @@ def known_seconds(copy: str, case: Case, timer: str = "graph") -> float:
 
 
 def gpu_cases() -> list[Case]:
-    heads = [(1, "NHD"), (8, "NHD"), (32, "NHD"), (8, "HND"), (8, "packed")]
-    return [Case(tokens, h, layout=layout, cache_bytes=4 << 30) for h, layout in heads for tokens in TOKENS]
+    heads = [(1, "NHD"), (8, "NHD"), (32, "NHD"), (8, "HND"), (8, "packed"), (32, "packed")]
+    return [_case(tokens, h, layout=layout) for h, layout in heads for tokens in TOKENS]
+
+
+def _case(tokens: int, heads: int = 8, **fields) -> Case:
+    """A case with the cache that grids give it."""
+    return Case(tokens, heads, cache_bytes=max(1 << 30, 2 * tokens * heads * 256 * 2), **fields)
 
 
 def reason_against(copy: str, case: Case) -> str:
@@ -53,13 +67,17 @@ def reason_against(copy: str, case: Case) -> str:
         return "flat rows exist in NHD only"
     if copy == "torch.index_put_packed" and case.layout != "packed":
         return "the packed layout only"
+    if copy == "flashinfer" and case.layout == "packed":
+        return "its op takes K and V apart"
     return ""
 
 
+H200 = {"gpu": "NVIDIA H200", "gpu_uuid": "0", "driver": "580.1", "cuda": "13.0", "cpu": "X", "threads": 16}
+
+
 def gpu_run() -> pd.DataFrame:
-    """Copies by `graph`, some by `eager` at 8x128 NHD; index_put's step in HND and packed; one failure."""
-    machine = {"gpu": "NVIDIA H200", "gpu_uuid": "0", "driver": "580.1", "cuda": "13.0", "cpu": "X", "threads": 16}
-    run = _Run("gpu-run", machine)
+    """Copies by `graph`, some by `eager` at 8x128 NHD and packed; index_put's step in HND and packed; one failure."""
+    run = _Run("gpu-run", H200)
     for case in gpu_cases():
         for copy, (family, *_) in GPU_COPIES.items():
             if reason := reason_against(copy, case):
@@ -68,11 +86,58 @@ def gpu_run() -> pd.DataFrame:
                 run.failed(case, copy, family, "graph", "error", "fell back to eager")
             else:
                 run.timed(case, copy, family, "graph", known_seconds(copy, case))
-            if copy in EAGER_US and case.num_kv_heads == 8 and case.layout == "NHD":
+            if copy in EAGER_US and case.num_kv_heads == 8 and case.layout != "HND":
                 run.timed(case, copy, family, "eager", known_seconds(copy, case, "eager"))
         if case.layout != "NHD":
             run.timed(case, "torch.index_put", "torch", "graph", 4e-6, part="step")
     return run.samples()
+
+
+# release: (registers, launch in us, share of the limit, the default backend's layout and source)
+RELEASES = {
+    "0.4.2": (29, 1.8, 0.45, "NHD", "qkv"),
+    "0.6.6.post1": (29, 1.8, 0.45, "NHD", "qkv"),
+    "0.8.5": (22, 1.8, 0.45, "NHD", "qkv"),
+    "0.10.0": (22, 1.8, 0.45, "NHD", "qkv"),
+    "0.10.1": (48, 2.1, 0.25, "NHD", "qkv"),
+    "0.11.0": (56, 2.1, 0.25, "NHD", "qkv"),
+    "0.17.0": (56, 2.1, 0.25, "NHD", "qkv"),
+    "0.25.0": (40, 2.1, 0.40, "NHD", "qkv"),
+    "0.33.0": (40, 2.1, 0.40, "packed", "qkv"),
+}
+LAST_WITH_OP = "0.25.0"  # beside its cubin
+CALLS = (("NHD", "contiguous"), ("NHD", "qkv"), ("packed", "qkv"))
+
+
+def release_seconds(version: str, case: Case) -> float:
+    _, launch, share, *_ = RELEASES[version]
+    return launch * 1e-6 + case.bytes_moved / (share * LIMIT_BYTES_PER_S)
+
+
+def releases_run() -> pd.DataFrame:
+    """Grid `releases`: nine releases, one as op and cubin, and kvnb; 0.4.2 refuses packed, 0.8.5 writes it wrongly."""
+    run = _Run("releases-run", H200, grid="releases")
+    for (layout, source), tokens in itertools.product(CALLS, TOKENS):
+        case = _case(tokens, layout=layout, source=source)
+        for copy in ("kvnb", "kvnb.again"):
+            run.timed(case, copy, "kernel", "graph", known_seconds("kvnb", case))
+        for version in RELEASES:
+            copy = f"vllm=={version}"
+            if layout == "packed" and version == "0.4.2":
+                run.failed(case, copy, "peer", "graph", "unsupported", "its kernel knows no head stride")
+            elif layout == "packed" and version == "0.8.5":
+                run.failed(case, copy, "peer", "graph", "wrong", f"slot {tokens}: -0.5 should be untouched")
+            else:
+                run.timed(case, copy, "peer", "graph", release_seconds(version, case))
+            if version == LAST_WITH_OP:
+                run.timed(case, f"{copy}.cubin", "peer", "graph", release_seconds(version, case))
+    return run.samples()
+
+
+def release_facts(copy: str) -> dict:
+    """In place of answers.release_facts."""
+    registers, _, _, layout, source = RELEASES[copy.removeprefix("vllm==")]
+    return {"registers": registers, "layout": layout, "source": source, "backend": "some/file.py", "note": ""}
 
 
 def cpu_run() -> pd.DataFrame:
@@ -94,10 +159,10 @@ def cpu_run() -> pd.DataFrame:
 class _Run:
     """Collects rows of the run file's schema."""
 
-    def __init__(self, run_id: str, machine: dict) -> None:
+    def __init__(self, run_id: str, machine: dict, grid: str = "full") -> None:
         self.rows: list[dict] = []
         self.rng = np.random.default_rng(4698)
-        fixed = {"schema_version": 1, "grid": "full", "l2_bytes": 1 << 25, "utc": "2026-11-30T00:00:00Z"}
+        fixed = {"schema_version": 1, "grid": grid, "l2_bytes": 1 << 25, "utc": "2026-11-30T00:00:00Z"}
         software = {"torch": "2.13.0", "triton": "3.5", "python": "3.12", "kvnb_commit": "0123abc", "dirty": False}
         self.run = {"run_id": run_id, **fixed, **software, **machine}
 

@@ -14,36 +14,64 @@ from kvnb.problem.models import MODELS
 from kvnb.report import answers
 
 
-def ratios(run: answers.Run, others: list[str], timer: str = "graph") -> pd.DataFrame:
-    """Per case, the smallest of the medians over (worker, round) of others' time / kvnb's, from raw samples."""
+def ratios(run: answers.Run, others: list[str], of: str = "kvnb", timer: str = "graph") -> pd.DataFrame:
+    """Per case, the smallest of the medians over (worker, round) of others' time / that of `of`, from raw samples."""
     samples = run.samples
     rows = samples[(samples["part"] == "write") & (samples["timer"] == timer) & (samples["status"] == "ok")]
     place = ["layout", "num_kv_heads", "num_tokens"]
     wide = rows.pivot(index=[*place, "worker", "round"], columns="copy", values="seconds")
-    medians = wide[others].div(wide["kvnb"], axis=0).groupby(place).median()
-    return medians.min(axis=1).rename("speedup").reset_index()
+    medians = wide[others].div(wide[of], axis=0).groupby(place).median()
+    return medians.min(axis=1).dropna().rename("speedup").reset_index()
+
+
+def mean(speedups: pd.Series) -> float:
+    return np.exp(np.log(speedups).mean())
 
 
 def told(speedups: pd.Series) -> str:
     """How a geometric mean begins."""
-    return f"{np.exp(np.log(speedups).mean()):.2f} ["
+    return f"{mean(speedups):.2f} ["
 
 
-PYTORCH = [name for name, (family, *_) in fixture_runs.GPU_COPIES.items() if family in ("torch", "compile")]
+def sizes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    tokens = rows["num_tokens"]
+    parts = {"decode": tokens <= 256, "mixed": tokens.between(257, 2047), "prefill": tokens >= 2048}
+    return {regime: rows[here] for regime, here in parts.items()}
 
 
-def test_headline_is_a_recomputation_with_losses_first(gpu):
-    best, issue = (ratios(gpu, names) for names in (PYTORCH, ["torch.index_put"]))
-    text = answers.headline(gpu)
-    start = "NVIDIA H200, timer graph, state produced, margin 2.0%: PyTorch is faster in 2 of 35 cells, by up to "
-    worst = f"{1 / best['speedup'].min():.2f} times (torch.index_copy_wide, 65,536 tokens of 1x128 NHD)"
-    assert text.startswith(f"{start}{worst}, kvnb in 33 of 35 cells; ")
-    first, second = text.split(". Over torch.index_put, the spelling of the issue, it is ")
-    for part, rows in ((first, best), (second, issue)):
-        tokens = rows["num_tokens"]
-        sizes = {"decode": tokens <= 256, "mixed": tokens.between(257, 2047), "prefill": tokens >= 2048}
-        for regime, here in sizes.items():
-            assert re.search(rf"{re.escape(told(rows['speedup'][here]))}\S+ \S+\] FASTER in {regime}", part)
+PLAIN = [name for name, (family, *_) in fixture_runs.GPU_COPIES.items() if family == "torch"]
+PYTORCH = [*PLAIN, "torch.compile"]
+SHIPPED = "vllm==0.33.0"
+ABOUT = "NVIDIA H200, torch 2.13.0, timer graph, state produced"
+
+
+def test_headline_asks_the_issues_question_of_the_kernel_that_vllm_ships(gpu):
+    first, second = answers.headline(gpu).split(". Against the fastest PyTorch copy, kvnb is ")
+    start = f"{ABOUT}, margin 2.0%: against {SHIPPED}, the kernel that vLLM ships, "
+    issue, plain, compiled = first.removeprefix(start).split("; ")
+    assert issue == "torch.index_put (the issue's) is faster in 0 of 42 cells and slower in 42"
+    for text, names in ((plain, PLAIN), (compiled, ["torch.compile"])):
+        rows = ratios(gpu, names, of=SHIPPED)["speedup"]  # of vLLM over PyTorch
+        faster, slower = (1 / rows > 1.02 * 1.005).sum(), (rows > 1.02 * 1.005).sum()
+        assert f"faster in {faster} of {len(rows)} cells, by up to {1 / rows.min():.2f} [" in text
+        assert text.endswith(f" and slower in {slower}")
+    assert "(torch.index_copy_wide, 65,536 tokens of 32x128 NHD)" in plain and "(65,536 tokens of" in compiled
+    assert f"; against {SHIPPED}, slower in 0 of 42 cells and faster in 42. Its speedup, packed: over" in second
+
+
+@pytest.mark.parametrize("run", ["gpu", "old"])
+def test_headline_says_what_kvnb_loses_first_and_packed_means(run, request):
+    run = request.getfixturevalue(run)
+    best, issue = (ratios(run, names) for names in (PYTORCH, ["torch.index_put"]))
+    text = answers.headline(run)
+    worst = f"{1 / best['speedup'].min():.2f} ["
+    assert f"gainst the fastest PyTorch copy, kvnb is slower in 2 of 42 cells, by up to {worst}" in text
+    assert "times (torch.index_copy_wide, 65,536 tokens of 1x128 NHD), and faster in 40" in text
+    means = text.split(" Its speedup, packed: over the fastest PyTorch copy ")[1].split("over ")
+    for part, rows in ((means[0], best), (means[-1], issue)):
+        for regime, here in sizes(rows[rows["layout"] == "packed"]).items():
+            assert re.search(rf"{re.escape(told(here['speedup']))}\S+ \S+\] FASTER in {regime}", part)
+    assert (SHIPPED in text) == (run.shipped is not None)
 
 
 def test_fixture_medians_are_found_again(gpu):
@@ -53,44 +81,66 @@ def test_fixture_medians_are_found_again(gpu):
         assert cells["triton", case.layout, case.num_kv_heads, case.num_tokens] == pytest.approx(known, rel=0.005)
 
 
-def test_every_regime_and_layout_has_a_sentence_and_losses_come_first(gpu):
-    told_all = answers.sentences(gpu)
-    assert len(told_all) == 9
-    assert told_all[0].startswith("Prefill, NHD: PyTorch is faster in 2 of 9 cells")
-    assert told_all[0].endswith("; turns to PyTorch between 4,096 and 16,384 tokens for 1x128.")
-    assert not any("PyTorch is faster" in text or "turns" in text for text in told_all[1:])
-    line = next(text for text in told_all if text.startswith("Decode, packed"))
-    starts = {"fastest PyTorch copy, mostly torch.compile, is ": PYTORCH, "torch.index_put ": PYTORCH[:1]}
-    for start, others in starts.items():
-        here = ratios(gpu, others)
-        here = here[(here["layout"] == "packed") & (here["num_tokens"] <= 256)]["speedup"]
-        assert f"{start}{told(here)}" in line
-        assert f"] FASTER (3 cells from {here.min():.2f} to {here.max():.2f})" in line
+def test_each_regime_asks_where_pytorch_wins_then_vllm_then_kvnb(gpu, old):
+    starts = [f"{regime}, {who}:" for regime in ("Decode", "Mixed", "Prefill") for who in ("PyTorch", SHIPPED, "kvnb")]
+    texts = answers.sentences(gpu)
+    assert [" ".join(text.split(" ")[:2]) for text in texts] == starts
+    assert len(answers.sentences(old)) == 6 and not any("vllm" in text for text in answers.sentences(old))
+    pytorch, vllm, ours = texts[6:]
+    assert "; faster than kvnb in 2 of 18 cells, by 1.29" in pytorch
+    assert "NHD 2 of 9 (1x128 at 16,384, 65,536 tokens, torch.index_copy_wide); with timer eager, faster" in pytorch
+    assert vllm.endswith("copy in none of 18 cells; faster than kvnb in none of 18 cells.")
+    assert f"kvnb: faster than {SHIPPED} in 18 of 18 cells: packed " in ours
+    for rival, names in ((SHIPPED, [SHIPPED]), ("the fastest PyTorch copy", PYTORCH)):
+        clause = next(clause for clause in ours.split("; ") if f"faster than {rival} in" in clause)
+        for layout in answers.LAYOUTS:
+            rows = ratios(gpu, names)
+            here = sizes(rows[rows["layout"] == layout])["prefill"]["speedup"]
+            cells = f"({len(here)} cells from {here.min():.2f} to {here.max():.2f}"
+            assert re.search(rf"{layout} {re.escape(told(here))}\S+ \S+\] [A-Z]+ {re.escape(cells)}[,)]", clause)
 
 
-def test_flips_are_found_in_both_directions(gpu):
-    rows = gpu.against(answers.BEST)
-    line = rows[(rows["layout"] == "HND")].copy()
-    line["verdict"] = ["SLOWER", "UNDECIDED", "FASTER", "SLOWER", "SLOWER", "SAME", "FASTER"]
-    assert answers.flips(line) == [
-        (1, "turns to PyTorch from the fewest tokens on for 8x128"),
-        (32, "turns to kvnb between 1 and 32 tokens for 8x128"),
-        (1024, "turns to PyTorch between 256 and 1,024 tokens for 8x128"),
-        (16384, "turns to kvnb between 4,096 and 16,384 tokens for 8x128"),
-    ]
-    both = answers.flips(pd.concat([line, line.assign(num_kv_heads=4)]))
-    assert both[0] == (1, "turns to PyTorch from the fewest tokens on for 4x128, 8x128")
+def test_cells_that_are_won_are_named_by_width_sizes_and_spelling(gpu):
+    rows = gpu.speedups(answers.BEST, SHIPPED)
+    rows = rows[rows["layout"] == "NHD"].assign(verdict="SLOWER")
+    assert answers._places(rows, answers.BEST) == ""
+    won = [(8, 32), (8, 256), (32, 1), (32, 32), (32, 256)]
+    here = [place in won for place in zip(rows["num_kv_heads"], rows["num_tokens"])]
+    rows = rows.assign(verdict=rows["verdict"].mask(here, "FASTER"), a="torch.x")
+    assert answers._places(rows, answers.BEST) == (
+        "NHD 5 of 21 (32x128 at 1 to 256 tokens, torch.x; 8x128 at 32, 256 tokens, torch.x)"
+    )
+    assert answers._places(rows, SHIPPED).endswith("(32x128 at 1 to 256 tokens; 8x128 at 32, 256 tokens)")
+    many = pd.concat(rows.assign(num_kv_heads=rows["num_kv_heads"] * n) for n in (1, 100, 1000))
+    assert answers._places(many, SHIPPED).endswith("; and 3 more)")
 
 
 def test_verdict_table_counts_lost_cells_and_labels_the_2024_design(gpu):
-    table = answers.verdict_table(gpu, [answers.BEST, *gpu.copies]).set_index(["layout", "copy"])
+    table = answers.verdict_table(gpu, [answers.BEST, *gpu.copies]).set_index(["layout", "kvnb's speedup over"])
+    assert list(dict.fromkeys(table.index.get_level_values("layout"))) == ["packed", "NHD", "HND"]
     assert list(table.columns) == ["decode", "mixed", "prefill"]
     assert table.loc[("NHD", answers.BEST), "prefill"].endswith(", 2 SLOWER)")
-    assert table.loc[("packed", "kvnb.again"), "prefill"].startswith("1.00 [1.00, 1.00] SAME (3 cells")
+    assert table.loc[("packed", "kvnb.again"), "prefill"].startswith("1.00 [1.00, 1.00] SAME (6 cells")
     assert ("HND", "torch.index_copy_wide") not in table.index, "it knows NHD only"
-    assert {"kvnb", "vllm.scalar", "limit.copy"}.isdisjoint(table.index.get_level_values("copy"))
+    assert {"kvnb", "vllm.scalar", "limit.copy"}.isdisjoint(table.index.get_level_values(1))
     assert ("HND", "vllm.scalar (vLLM's 2024 design, rewritten)") in table.index
-    assert "no verdict is drawn on vLLM" in answers.NOTE
+    assert "no verdict on vLLM rests on it" in answers.NOTE
+
+
+def test_the_issues_table_is_pytorch_over_the_kernel_that_vllm_ships(gpu, old):
+    assert answers.issue_table(old).empty
+    table = answers.issue_table(gpu).set_index(["layout", f"speedup over {SHIPPED} of"])
+    for copy, names in (("torch.index_put (the issue's)", PLAIN[:1]), (answers.PLAIN, PLAIN)):
+        rows = ratios(gpu, names, of=SHIPPED)
+        for regime, here in sizes(rows[rows["layout"] == "NHD"]).items():
+            assert table.loc[("NHD", copy), regime].startswith(told(1 / here["speedup"]))
+    assert table.loc[("NHD", answers.PLAIN), "prefill"].split()[3] == "FASTER"
+
+
+def test_only_a_record_without_wheels_says_so(gpu, old, cpu):
+    missing = "Until vLLM's wheels are measured"
+    assert missing in answers.note([old, cpu]) and missing in answers.summary_markdown(old)
+    assert missing not in answers.note([cpu, gpu]) and missing not in answers.summary_markdown(gpu)
 
 
 def test_no_table_or_text_calls_the_2024_design_by_its_bare_name(gpu):
@@ -123,8 +173,10 @@ def test_worth_is_layers_times_the_difference(gpu):
     saved = fixture_runs.known_seconds("torch.index_put", case) - fixture_runs.known_seconds("kvnb", case)
     table = answers.worth(gpu)
     for model in MODELS:
-        rows = table[(table["model"] == model.name) & (table["tokens"] == 32) & (table["rival"] == "torch.index_put")]
+        rows = table[(table["model"] == model.name) & (table["tokens"] == 32)]
+        rows = rows[rows["rival"] == answers.label("torch.index_put")]
         row, weights = rows.iloc[0], model.weight_bytes / fixture_runs.LIMIT_BYTES_PER_S
+        assert SHIPPED in set(table["rival"])
         assert float(row["saved per step"].removesuffix(" us")) == pytest.approx(1e6 * saved * model.layers, rel=0.02)
         assert float(row["weights"].removesuffix(" ms")) == pytest.approx(1e3 * weights, rel=0.02)
         assert float(row["share"].removesuffix("%")) == pytest.approx(100 * saved * model.layers / weights, abs=0.1)
@@ -139,12 +191,13 @@ def test_weights_of_the_models_are_the_published_sizes_less_the_embedding():
 
 def test_cells_that_failed_are_listed_with_their_reasons(gpu):
     assert answers.not_ok(gpu).to_numpy().tolist() == [
-        ["error", 1, "torch.compile", "fell back to eager"],
-        ["unsupported", 28, "torch.index_copy, torch.index_copy_wide", "flat rows exist in NHD only"],
+        ["error", 2, "torch.compile", "fell back to eager"],
+        ["unsupported", 42, "torch.index_copy, torch.index_copy_wide", "flat rows exist in NHD only"],
+        ["unsupported", 14, "flashinfer", "its op takes K and V apart"],
         ["unsupported", 28, "torch.index_put_packed", "the packed layout only"],
     ]
     facts = answers.provenance(gpu).set_index("what")["value"]
-    assert facts["cells without a time"] == "1 error, 56 unsupported"
+    assert facts["cells without a time"] == "2 error, 84 unsupported"
     assert facts["samples"].endswith("3 workers x up to 5 rounds") and "580.1" in facts["driver, CUDA"]
     assert "(graph, produced)" in facts["noise floor"] and facts["throttled"] == "0.0% of samples"
 
@@ -159,24 +212,30 @@ def test_reasons_that_differ_in_numbers_only_are_one_row(cpu):
 
 
 def test_alt_texts_hold_the_numbers_of_their_figure(gpu):
-    rows = gpu.cells(copy="kvnb", layout="NHD", num_kv_heads=8).set_index("num_tokens")["seconds"]
-    ends = [answers.duration(rows[tokens]) for tokens in (1, 65536)]
-    assert f"1 to 65,536 tokens: kvnb {ends[0]} to {ends[1]}," in answers.alt("latency", gpu)
+    for layout in ("packed", "NHD"):
+        rows = gpu.cells(copy="kvnb", layout=layout, num_kv_heads=8).set_index("num_tokens")["seconds"]
+        ends = [answers.duration(rows[tokens]) for tokens in (1, 65536)]
+        line = f"8x128 {layout}, 1 to 65,536 tokens"
+        assert line in answers.alt("latency", gpu, layout)
+        assert f"kvnb {ends[0]} to {ends[1]}," in answers.alt("latency", gpu, layout)
+    assert answers.alt("latency", gpu) == answers.alt("latency", gpu, "packed")
     assert "kvnb (packed) 95 % to 95 %" in answers.alt("limit", gpu)
-    assert answers.alt("heads", gpu).endswith("FASTER (21 cells from 0.60 to 2.30, 2 SLOWER).")
+    assert answers.alt("heads", gpu, "NHD").endswith("FASTER (21 cells from 0.60 to 2.30, 2 SLOWER).")
     assert "kvnb (graph) 1.30 us to" in answers.alt("eager", gpu) and "kvnb (eager) 7.4" in answers.alt("eager", gpu)
     assert "torch.index_put (the issue's) (packed, in every call) 9.5" in answers.alt("step", gpu)
     assert "torch.index_put (the issue's) (packed, shared by 32 layers) 5.6" in answers.alt("step", gpu)
-    assert all("NVIDIA H200" in answers.alt(figure, gpu) for figure in answers.FIGURES)
+    drawn = [figure for figure in answers.FIGURES if figure != "releases"]
+    assert all("NVIDIA H200" in answers.alt(figure, gpu) for figure in drawn)
 
 
 def test_a_cpu_run_is_answered_per_regime_and_says_what_it_lacks(cpu):
-    start = "Test CPU, 2 threads, timer wall, state produced, margin 2.0%: PyTorch is faster in no cell, kvnb in 0 of"
-    assert answers.headline(cpu).startswith(start)
-    assert "over the fastest PyTorch copy is 1.00 [1.00, 1.00] SAME in decode, 1.00 [1.00, 1.00] SAME in mixed." in (
+    start = "Test CPU, 2 threads, torch 2.13.0, timer wall, state produced, margin 2.0%: against the fastest PyTorch"
+    assert answers.headline(cpu).startswith(f"{start} copy, kvnb is slower in 0 of 3 cells and faster in 0. ")
+    assert "over the fastest PyTorch copy 1.00 [1.00, 1.00] SAME in decode, 1.00 [1.00, 1.00] SAME in mixed;" in (
         answers.headline(cpu)
     )
-    assert [text.split(":")[0] for text in answers.sentences(cpu)] == ["Decode, NHD", "Mixed, NHD"]
+    starts = ["Decode, PyTorch", "Decode, kvnb", "Mixed, PyTorch", "Mixed, kvnb"]
+    assert [text.split(":")[0] for text in answers.sentences(cpu)] == starts
     assert "prefill" not in answers.verdict_table(cpu)
     for figure in ("limit", "eager", "step"):
         assert "this run lacks" in answers.alt(figure, cpu)
@@ -185,15 +244,15 @@ def test_a_cpu_run_is_answered_per_regime_and_says_what_it_lacks(cpu):
 def test_a_run_drowned_in_noise_says_so(cpu):
     noise = 1 + 0.5 * np.sin(np.arange(len(cpu.samples)) * (1 + (cpu.samples["copy"] == "kvnb.again")))
     run = answers.Run(cpu.samples.assign(seconds=cpu.samples["seconds"] * noise))
-    assert re.search(r", a noise floor of \d+% hides smaller differences: PyTorch", answers.headline(run))
-    assert "SAME" not in answers.summary_markdown(run).removesuffix(answers.NOTE)
+    assert re.search(r", a noise floor of \d+% hides smaller differences: against", answers.headline(run))
+    assert "SAME" not in answers.summary_markdown(run).replace(answers.NOTE, "")
 
 
 @pytest.mark.parametrize("kept", [["kvnb"], ["torch.index_put"], ["kvnb", "torch.index_copy"], ["limit.launch"]])
 def test_a_run_of_few_copies_says_what_it_lacks(gpu, kept):
     few = answers.Run(gpu.samples[gpu.samples["copy"].isin(kept)].reset_index(drop=True))
     if kept == ["kvnb", "torch.index_copy"]:
-        assert "over torch.index_put not measured" in answers.sentences(few)[0]
+        assert "over torch.index_put (the issue's) not measured" in answers.headline(few)
     else:
         assert "no answer" in answers.headline(few) and answers.sentences(few) == []
     for table in (answers.verdict_table, answers.limits_table, answers.worth, answers.not_ok, answers.provenance):
@@ -211,7 +270,7 @@ def test_summary_is_markdown_with_everything_in_it(gpu):
     summary = answers.summary_markdown(gpu)
     assert summary.startswith(answers.headline(gpu)) and summary.endswith(answers.NOTE)
     table = [line for line in summary.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 15 and len({line.count("|") for line in table}) == 1
+    assert len(table) == 2 + 9 + 2 + 23 and len({line.count("|") for line in table}) == 1
 
 
 def test_durations_read_in_three_digits():
@@ -232,3 +291,100 @@ def test_newest_runs_are_found_and_none_is_an_error(tmp_path, monkeypatch, gpu):
     assert found[0] == local and [path.parent.name for path in found[1:]] == ["a100", "h200"]
     assert found[2].name.startswith("2026-11-30_full")
     assert answers.find_runs([str(local)]) == [local]
+    with pytest.raises(ValueError, match="make record GRID=releases"):
+        answers.find_runs("newest", grid="releases")
+    releases = results.save(gpu.samples, tmp_path / "recorded" / "h200" / "2026-11-30_releases_0123abc.parquet")
+    assert answers.find_runs("newest", grid="releases") == [releases]
+    assert answers.recorded()["h200"].name.startswith("2026-11-30_full")
+
+
+def test_a_larger_cache_is_another_line(gpu):
+    many = pd.concat([gpu.samples, gpu.samples.assign(cache_bytes=64 << 30)], ignore_index=True)
+    run = answers.Run(many)
+    assert run.line["cache"] == "" and {"", "64 GiB cache"} == set(run.cells()["cache"])
+    rows = run.cells(copy="kvnb", num_kv_heads=8, layout="packed")
+    assert set(rows.apply(answers.line_name, axis=1)) == {"8x128", "8x128 64 GiB cache"}
+    for figure in answers.FIGURES:
+        assert answers.figure_data(figure, run).shape == answers.figure_data(figure, gpu).shape
+
+
+# -- releases
+
+
+def test_releases_are_ordered_by_version_and_cubins_beside_ops_are_not_releases(by_release, gpu):
+    assert by_release.releases == [f"vllm=={version}" for version in fixture_runs.RELEASES]
+    assert by_release.shipped == "vllm==0.33.0" and gpu.releases == [SHIPPED]
+    assert [answers.release(copy) for copy in ("vllm==0.6.6.post1", "vllm==0.25.0.cubin", "vllm", "vllm.scalar")] == [
+        "0.6.6.post1", "", "", "",
+    ]  # fmt: skip
+
+
+def release_ratios(run: answers.Run, a: str, b: str, layout: str, source: str) -> pd.Series:
+    """Medians per size of b's time / a's, from raw samples."""
+    rows = run.samples[(run.samples["layout"] == layout) & (run.samples["source"] == source)]
+    wide = rows.pivot(index=["num_tokens", "worker", "round"], columns="copy", values="seconds")
+    return (wide[b] / wide[a]).groupby("num_tokens").median()
+
+
+def test_the_answer_by_release_names_the_worst_and_the_best_step(by_release, gpu, facts):
+    text = answers.release_headline(by_release)
+    since = release_ratios(by_release, "vllm==0.33.0", "vllm==0.4.2", "NHD", "contiguous")
+    assert f"for the same 8x128 NHD problem is {told(since[:3])}" in text
+    assert re.search(r"hurt most was vllm==0\.10\.1 \(0\.5\d \[.* over vllm==0\.10\.0, .*thread 22 to 48\)", text)
+    assert re.search(r"helped most was vllm==0\.25\.0 \(1\.6\d? .*over vllm==0\.17\.0, .*thread 56 to 40\)", text)
+    assert "fewer than two releases" in answers.release_headline(gpu)
+
+
+def test_each_release_that_changed_something_has_a_sentence_hurt_first(by_release, facts):
+    texts = answers.release_sentences(by_release)
+    starts = [text.split(":")[0] for text in texts]
+    assert starts[:2] == [
+        "The same problem, vllm==0.10.1 over vllm==0.10.0", "The same problem, vllm==0.25.0 over vllm==0.17.0",
+    ]  # fmt: skip
+    step = release_ratios(by_release, "vllm==0.10.1", "vllm==0.10.0", "NHD", "contiguous")
+    assert f"hurt decode of 8x128 {told(step[:3])}" in texts[0] and ": helped" in texts[1]
+    changed = next(text for text in texts if "now called with packed, qkv" in text)
+    assert changed.startswith("As called, vllm==0.33.0 over vllm==0.25.0")
+    assert "1.00 in decode of 8x128" in changed and "[" not in changed, "two cases: no interval"
+    assert "no mean clears the margin with vllm==0.6.6.post1, vllm==0.8.5, vllm==0.10.0, vllm==0.11.0" in texts[-2]
+
+
+def test_times_by_release_are_of_the_same_problem_and_of_the_default_call(by_release, facts):
+    table = answers.release_table(by_release).set_index(["problem", "release"])
+    assert table.loc[("the same problem", "vllm==0.33.0"), "called with"] == "NHD, contiguous"
+    newest = table.loc[("as called", "vllm==0.33.0")]
+    assert (newest["called with"], newest["registers"]) == ("packed, qkv", "40")
+    rows = by_release.samples
+    rows = rows[(rows["copy"] == "vllm==0.33.0") & (rows["layout"] == "packed") & (rows["num_tokens"] == 4096)]
+    assert newest["4,096"] == f"{rows['seconds'].median() * 1e6:.1f} us"
+    assert "vllm==0.10.1 48" in answers.alt("releases", by_release)
+    few = answers.Run(by_release.samples[by_release.samples["copy"] == "kvnb"].reset_index(drop=True))
+    assert "this run lacks two releases" in answers.alt("releases", few)
+
+
+def test_a_release_of_which_nothing_is_known_has_times_for_the_same_problem_only(by_release, monkeypatch):
+    unknown, name = {"registers": None, "layout": "", "source": "", "backend": "", "note": ""}, "vllm==0.17.0"
+    known = fixture_runs.release_facts
+    monkeypatch.setattr(answers, "release_facts", lambda copy: unknown if copy == name else known(copy))
+    table = answers.release_table(by_release).set_index(["release", "problem"])
+    assert set(table.loc[name, "registers"]) == {"not known"} and table.loc["vllm==0.4.2", "registers"].iloc[0] == "29"
+    assert table.loc[(name, "as called"), ["called with", "4,096"]].tolist() == ["not known", "not measured"]
+    drawn = answers.figure_data("releases", by_release)
+    assert set(drawn.loc[drawn["copy"] == name, "panel"]) == {answers.SAME}
+    assert f"{name} not known" in answers.alt("releases", by_release)
+
+
+def test_op_and_cubin_of_a_release_are_compared(by_release, gpu):
+    assert "for vllm==0.25.0, the op's speedup over the cubin is from 1.00 to 1.00 in 21 cells (21 SAME)" in (
+        answers.agreement(by_release)
+    )
+    table = answers.op_and_cubin(by_release)
+    assert list(table["problem"]) == ["8x128 NHD", "8x128 qkv NHD", "8x128 qkv packed"]
+    assert "not measured" in answers.agreement(gpu) and answers.op_and_cubin(gpu).empty
+
+
+def test_what_releases_cannot_do_is_listed(by_release):
+    assert answers.not_ok(by_release, "vllm==").to_numpy().tolist() == [
+        ["unsupported", 7, "vllm==0.4.2", "its kernel knows no head stride"],
+        ["wrong", 7, "vllm==0.8.5", "slot 1: -0.5 should be untouched"],
+    ]

@@ -9,6 +9,7 @@ import nbformat
 import pytest
 
 from kvnb import paths
+from kvnb.bench import results
 from kvnb.report import answers, parameters
 from kvnb.report.execute import execute
 
@@ -65,7 +66,20 @@ def test_compare_runs_on_fixture_runs_and_opens_with_the_answer(tmp_path, run_fi
     outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
     assert [out.data["text/markdown"] for out in outputs[:2]] == [answers.headline(cpu), answers.headline(gpu)]
     figures = [out for out in outputs if "image/png" in out.get("data", {})]
+    by_layout = [(run, layout) for run in (cpu, gpu) for layout in run.layouts]
     assert {out.metadata["image/png"]["alt"] for out in figures} == {
-        *(answers.alt(figure, gpu) for figure in answers.FIGURES),
-        *(answers.alt(figure, cpu) for figure in ("latency", "heads")),
+        *(answers.alt(figure, run, layout) for figure in ("latency", "heads") for run, layout in by_layout),
+        *(answers.alt(figure, gpu) for figure in ("limit", "eager", "step")),
     }
+
+
+def test_releases_runs_on_a_fixture_run_and_opens_with_the_answer(tmp_path, by_release):
+    run = str(results.save(by_release.samples, tmp_path / "releases.parquet"))
+    outcome = execute("05_releases", {"runs": [run]}, tmp_path)
+    assert not outcome.failure, outcome.failure
+    outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
+    assert outputs[0].data["text/markdown"] == answers.release_headline(by_release)
+    (figure,) = (out for out in outputs if "image/png" in out.get("data", {}))
+    assert figure.metadata["image/png"]["alt"] == answers.alt("releases", by_release)
+    shown = "".join(out.data.get("text/html", "") for out in outputs)
+    assert "its kernel knows no head stride" in shown and "-0.5 should be untouched" in shown

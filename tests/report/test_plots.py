@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import fixture_runs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,10 @@ from matplotlib.text import Text
 from kvnb.copies import REGISTRY
 from kvnb.report import answers, plots
 
-NEEDED = {"gpu": list(answers.FIGURES), "cpu": ["latency", "heads"]}
+BY_RELEASE = ["releases"]
+NEEDED = {"gpu": [name for name in answers.FIGURES if name not in BY_RELEASE], "cpu": ["latency", "heads"]}
+NEEDED["by_release"] = BY_RELEASE
+pytestmark = pytest.mark.usefixtures("facts")
 DRAWN = [(run, figure) for run, figures in NEEDED.items() for figure in figures]
 
 
@@ -45,6 +49,17 @@ def test_names_at_line_ends_do_not_overlap_and_stay_in_the_picture(figure, gpu):
         assert all(fig.bbox.x0 <= box.x0 and box.x1 <= fig.bbox.x1 and box.y1 <= fig.bbox.y1 for box in boxes)
 
 
+@pytest.mark.parametrize("panel", [0, 1])
+def test_each_release_has_its_registers_above_and_its_call_below(panel, by_release):
+    ax = plots.make("releases", by_release).axes[panel]
+    ticks = [label.get_text().split() for label in ax.get_xticklabels()]
+    calls = [[layout, source] if panel else [] for *_, layout, source in fixture_runs.RELEASES.values()]
+    assert ticks == [[version, *call] for version, call in zip(fixture_runs.RELEASES, calls, strict=True)]
+    above = {round(text.xy[0]): text.get_text() for text in ax.texts if text.get_text().isdigit()}
+    assert above == {place: str(registers) for place, (registers, *_) in enumerate(fixture_runs.RELEASES.values())}
+    assert len(ax.lines) == len(fixture_runs.TOKENS)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 0.2)), max_size=15))
 def test_spread_keeps_order_and_leaves_no_overlap(labels):
     labels.sort()
@@ -61,7 +76,10 @@ def test_spread_leaves_labels_alone_that_fit():
 
 def test_copies_of_a_family_share_a_colour_and_no_shape():
     looks = {copy.name: plots.look(copy.name, copy.family) for copy in REGISTRY.values()}
-    for a, b in itertools.combinations(REGISTRY.values(), 2):
+    looks |= {name: plots.look(name, "peer") for name in (*answers.PEERS, "vllm==0.4.2", "vllm==0.33.0")}
+    assert looks["vllm==0.4.2"] == looks["vllm==0.33.0"], "figures with other copies hold the newest release only"
+    copies = [copy for copy in REGISTRY.values() if not copy.name.startswith("vllm==")]
+    for a, b in itertools.combinations(copies, 2):
         same_colour = looks[a.name]["color"] == looks[b.name]["color"]
         assert same_colour == (a.family == b.family)
         shapes = [(look["marker"], look["linestyle"]) for look in (looks[a.name], looks[b.name])]

@@ -4,6 +4,7 @@ import shutil
 
 import nbformat
 import pytest
+from markupsafe import escape
 from typer.testing import CliRunner
 
 from kvnb import cli, paths
@@ -85,6 +86,31 @@ def test_rendering_the_record_twice_gives_the_same_bytes(place):
     assert sorted(first) == ["03_compare.html", "03_compare.ipynb", "index.html", "latency.png"]
     assert rendered() == first
     assert not (paths.REPORTS / "latest").exists()
+
+
+def record_releases(run):
+    results.save(run.samples, paths.RECORDED / "h200" / "2026-11-30_releases_0123abc.parquet")
+    write_notebook("05_releases", "runs")
+
+
+def test_a_recorded_run_of_releases_is_rendered_beside_the_comparison(place, by_release):
+    record_releases(by_release)
+    done = CliRunner().invoke(cli.app, ["render"])
+    assert done.exit_code == 0, done.output
+    folder = paths.REPORTS / "h200"
+    told = nbformat.read(folder / "05_releases.ipynb", as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert told == "['data/recorded/h200/2026-11-30_releases_0123abc.parquet']"
+    index = (folder / "index.html").read_text()
+    assert escape(answers.release_headline(by_release)) in index and 'href="05_releases.html"' in index
+    compared = nbformat.read(folder / "03_compare.ipynb", as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert "releases" not in compared
+
+
+def test_a_report_shows_recorded_releases_too(place, by_release):
+    record_releases(by_release)
+    done = report_mine()
+    assert done.exit_code == 0, done.output
+    assert (paths.REPORTS / "mine" / "05_releases.html").is_file()
 
 
 def test_a_gpu_without_a_record_is_refused(place):
