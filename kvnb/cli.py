@@ -137,6 +137,7 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
         outcomes = [_execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)]
         releases = [path for gpu, path in answers.recorded("releases").items() if gpu == name]
         outcomes += _by_release(releases, folder)
+        outcomes.append(_execute("06_timers", {"run": _from_root(recorded[name]), "live": "no"}, folder))
         pages.figure(folder, recorded[name])
         _tell(pages.report(folder, outcomes, [recorded[name]], releases), outcomes, [recorded[name]])
 

@@ -81,8 +81,8 @@ def make_caches(case: Case, device: str | torch.device) -> tuple[tuple[torch.Ten
 
 
 def _source(case: Case, device: str | torch.device, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """One source set: K and V on their own, tokens first or heads first (transposed), or as slices of a fused projection
-    `[num_tokens, (queries + 2) heads]`."""
+    """One source set: K and V on their own, tokens first or heads first (transposed), or as slices of a fused
+    projection `[num_tokens, (queries + 2) heads]`."""
     n, heads, k, v = case.num_tokens, case.num_kv_heads, case.head_size, case.value_head_size
     if case.source == "contiguous":
         key = _random((n, heads, k), case.dtype, device, generator)
