@@ -24,7 +24,8 @@ def place(tmp_path, monkeypatch, run_files):
     record.parent.mkdir()
     shutil.copy(run_files[0], paths.LOCAL / "mine.parquet")
     shutil.copy(run_files[1], record)
-    for name, cell in (("01_copies", "1"), ("02_measure", "run"), ("03_compare", "runs")):
+    cells = {"01_copies": "1", "02_measure": "run", "03_compare": "runs", "06_timers": "run, live"}
+    for name, cell in cells.items():
         write_notebook(name, cell)
     return tmp_path
 
@@ -83,7 +84,11 @@ def test_rendering_the_record_twice_gives_the_same_bytes(place):
         return {path.name: path.read_bytes() for path in (paths.REPORTS / "h200").iterdir()}
 
     first = rendered()
-    assert sorted(first) == ["03_compare.html", "03_compare.ipynb", "index.html", "latency.png"]
+    assert sorted(first) == [
+        *("03_compare.html", "03_compare.ipynb", "06_timers.html", "06_timers.ipynb", "index.html", "latency.png")
+    ]
+    timers = nbformat.read(paths.REPORTS / "h200" / "06_timers.ipynb", as_version=4).cells[-1].outputs[0]
+    assert timers.data["text/plain"] == "('data/recorded/h200/2026-11-30_full_0123abc.parquet', 'no')"
     assert rendered() == first
     assert not (paths.REPORTS / "latest").exists()
 
