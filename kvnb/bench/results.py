@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("ok", "wrong", "unsupported", "out_of_memory", "error")
 
 # name, type, unit, meaning
@@ -40,6 +40,7 @@ _COLUMNS = [
     ("source", pa.string(), "", "contiguous, or qkv: a slice of the fused projection"),
     ("slots", pa.string(), "", "slot pattern: decode, prefill, mixed or random"),
     ("padding", pa.float64(), "share", "share of slot_mapping that is padding"),
+    ("padded", pa.string(), "", "where in slot_mapping padding lies: scattered or tail"),
     ("seed", pa.int64(), "", "seed of inputs and slots"),
     ("launches", pa.int32(), "launches", "kernel, copy and fill nodes per call in a captured graph"),
     ("calls", pa.int32(), "calls", "calls behind one sample: K of a graph, N of a batch"),
@@ -118,11 +119,13 @@ def save(samples, path: str | Path) -> Path:
 
 
 def read(path: Path) -> pa.Table:
-    """The samples of one run file. Raises RunFileError where it is not a complete run file of this schema version."""
+    """The samples of one run file, of schema version 1 as of 2. Raises RunFileError where it is not a complete one."""
     try:
         table = pq.read_table(path, partitioning=None)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise RunFileError(f"{path} is not a complete parquet file ({error}); delete it and measure again") from error
+    if table.schema.names == [name for name in SCHEMA.names if name != "padded"]:
+        table = _from_version_1(table)
     if table.schema.names != SCHEMA.names:
         odd = sorted(set(table.schema.names) ^ set(SCHEMA.names))
         raise RunFileError(f"{path} is not a run file of schema version {SCHEMA_VERSION}: columns differ in {odd}")
@@ -130,6 +133,15 @@ def read(path: Path) -> pa.Table:
     if versions - {SCHEMA_VERSION}:
         raise RunFileError(f"{path} has schema version {versions}, this kvnb reads {SCHEMA_VERSION}; measure again")
     return table
+
+
+def _from_version_1(table: pa.Table) -> pa.Table:
+    """Version 1 had no column `padded`: all padding was scattered."""
+    if set(table["schema_version"].to_pylist()) != {1}:
+        return table
+    place, version = SCHEMA.get_field_index("padded"), SCHEMA.get_field_index("schema_version")
+    table = table.set_column(version, SCHEMA.field(version), pa.repeat(pa.scalar(2, pa.int32()), len(table)))
+    return table.add_column(place, SCHEMA.field(place), pa.repeat("scattered", len(table)))
 
 
 def load(*paths: str | Path):

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
@@ -333,8 +334,9 @@ def cells_of(case: Case, settings: Settings):
     cells, rows = [], []
     for name in settings.copies:
         copy = all_copies.REGISTRY[name]
-        policy = copy.policies[0]
-        for timer, state in timings(settings.grid, case, device):
+        every_policy = settings.grid == "padding" and copy.family != "limit"
+        policies = copy.policies if every_policy else copy.policies[:1]
+        for policy, (timer, state) in product(policies, timings(settings.grid, case, device)):
             if timer not in settings.timers:
                 continue
             write = Cell(copy, policy, "write", timer, state)

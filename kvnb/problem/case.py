@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 LAYOUTS = ("NHD", "HND", "packed")
 SOURCES = ("contiguous", "qkv", "transposed")
 SLOT_PATTERNS = ("decode", "prefill", "mixed", "random")
+PADDED = ("scattered", "tail")  # where in slot_mapping padding lies
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 DECODE_TOKENS = 256  # the largest decode batch that vLLM's default capture list holds below its second step
 PREFILL_TOKENS = 2048
@@ -28,7 +29,8 @@ class Case:
     """A copy problem. Sizes count elements, `cache_bytes` counts bytes of the K and V caches together.
 
     Logical cache shape is `[num_blocks, block_size, num_kv_heads, head_size]` whatever the layout. Block 0 is the null
-    block. `value_head_size` 0 means "as head_size". `padding` is the share of `slot_mapping` that is padding, 0 to 1.
+    block. `value_head_size` 0 means "as head_size". `padding` is the share of `slot_mapping` that is padding, 0 to 1;
+    `padded` says where in it: scattered, as context parallelism leaves it, or at the tail, as a rounded-up batch does.
 
     Raises ValueError for a value outside its range, naming the field, its value and what is allowed.
     """
@@ -44,6 +46,7 @@ class Case:
     source: str = "contiguous"
     slots: str = "random"
     padding: float = 0.0
+    padded: str = "scattered"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,6 +61,7 @@ class Case:
             if getattr(self, name) < low:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {low}")
         allowed = {"layout": LAYOUTS, "source": SOURCES, "slots": SLOT_PATTERNS, "dtype": tuple(ITEMSIZE)}
+        allowed["padded"] = PADDED
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be one of {', '.join(values)}")
@@ -131,7 +135,8 @@ class Case:
         if self.value_head_size != self.head_size:
             heads += f"/{self.value_head_size}"
         extras = [self.source] * (self.source != "contiguous") + [f"{self.slots} slots"] * (self.slots != "random")
-        extras += [f"{self.padding:.0%} padded"] * (self.padding > 0)
+        at_tail = " at the tail" * (self.padded == "tail")
+        extras += [f"{self.padding:.0%} padded{at_tail}"] * (self.padding > 0)
         extras += [f"blocks of {self.block_size}"] * (self.block_size != 16)
         roomy = self.cache_bytes > max(GIB, 2 * self.num_tokens * self.token_bytes)
         extras += [f"{self.cache_bytes / GIB:.3g} GiB cache"] * roomy
@@ -143,7 +148,7 @@ CASE_FIELDS = tuple(field.name for field in fields(Case))
 
 # ------------------------------------------------------------------------------------------------------------- grids
 
-GRIDS = ("quick", "full", "releases")
+GRIDS = ("quick", "full", "releases", "padding")
 HEADLINE = ("graph", "produced")  # timer and state of the first answer on a GPU
 CPU_HEADLINE = ("wall", "produced")
 EVERY_TIMING = (
@@ -155,6 +160,9 @@ EVERY_TIMING = (
 FIRST_LOOK = (1, 32, 256, 1024, 4096, 16384, 65536)
 EVERY_TIMING_AT = (1, 32, 256, 1024, 16384)  # tokens
 AROUND = (32, 256, 2048, 16384)  # tokens at which one factor is varied
+PADDING_TOKENS = (8, 32, 128, 512, 2048, 8192)
+PADDING_SHARES = (0.0, 0.03, 0.12, 0.25, 0.5, 0.75, 0.94)
+FEW_SHARES = (0.12, 0.75)  # a rounded-up decode batch's; a rank's of 4 in context parallelism
 FINE = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 
 
@@ -189,6 +197,17 @@ def _releases() -> list[Case]:
     return [*cases, _gpu_case(256, source="transposed")]
 
 
+def _padding() -> list[Case]:
+    """8 x 128 bf16 by tokens and padded share, scattered in NHD; at the tail, and in packed, at fewer of them."""
+    tails = [(n, share, "tail", "NHD") for n in PADDING_TOKENS for share in FEW_SHARES]
+    packed = [(n, share, "scattered", "packed") for n in PADDING_TOKENS[1::2] for share in (0.0, *FEW_SHARES)]
+    scattered = [(n, share, "scattered", "NHD") for n in PADDING_TOKENS for share in PADDING_SHARES]
+    cases = [
+        _gpu_case(n, padding=share, padded=at, layout=layout) for n, share, at, layout in scattered + tails + packed
+    ]
+    return [case for case in cases if not case.padding or 0 < case.padded_tokens < case.num_tokens]
+
+
 def _cpu(tokens: tuple[int, ...], heads: tuple[int, ...]) -> list[Case]:
     sizes = [(h, n) for h in heads for n in tokens]
     return [Case(n, h, cache_bytes=128 * MIB, layout=layout) for layout in ("NHD", "packed") for h, n in sizes]
@@ -198,12 +217,12 @@ def grid(name: str, device: str = "cuda") -> list[Case]:
     """The cases of a named grid on a device type ("cuda" or "cpu": smaller). Raises ValueError naming the grids."""
     if name not in GRIDS:
         raise ValueError(f"grid {name!r} is not one of {', '.join(GRIDS)}")
-    if (name, device) == ("releases", "cpu"):
-        raise ValueError("grid 'releases' compares CUDA kernels and needs a GPU; a CPU has quick and full")
+    if name in ("releases", "padding") and device == "cpu":
+        raise ValueError(f"grid {name!r} is about CUDA kernels and needs a GPU; a CPU has quick and full")
     if device == "cpu":
         return _cpu((1, 32, 256, 2048), (8,)) if name == "quick" else _cpu((1, 8, 64, 256, 1024, 4096), (1, 8, 32))
     if name != "quick":
-        return _full() if name == "full" else _releases()
+        return {"full": _full, "releases": _releases, "padding": _padding}[name]()
     return [_gpu_case(n, layout=layout) for layout in ("NHD", "packed") for n in FIRST_LOOK[:-1]]
 
 
@@ -215,6 +234,8 @@ def timings(name: str, case: Case, device: str = "cuda") -> tuple[tuple[str, str
         return (HEADLINE, ("eager", "produced"))
     if name == "releases":
         return (HEADLINE, ("graph", "cold"))
+    if name == "padding":  # policy filter waits for the GPU, so that only an eager call can be timed
+        return (HEADLINE, ("eager", "produced")) if case.padding in FEW_SHARES else (HEADLINE,)
     plain = _gpu_case(case.num_tokens, layout=case.layout)
     in_full = case == plain and case.layout != "HND" and case.num_tokens in EVERY_TIMING_AT
     return EVERY_TIMING if in_full else (HEADLINE,)

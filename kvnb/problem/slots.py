@@ -25,7 +25,9 @@ def sets(case: Case, count: int, device: str | torch.device = "cpu") -> torch.Te
 
     generator = torch.Generator(device=device).manual_seed(case.seed)
     drawn = _draw(case, count, generator, device)
-    if case.padded_tokens:
+    if case.padded_tokens and case.padded == "tail":
+        drawn[:, -case.padded_tokens :] = -1
+    elif case.padded_tokens:
         order = torch.rand(drawn.shape, generator=generator, device=device).argsort(dim=1)
         drawn.scatter_(1, order[:, : case.padded_tokens], -1)
     return drawn

@@ -171,15 +171,29 @@ def test_a_truncated_file_is_refused(path):
 def test_a_parquet_file_of_something_else_is_refused(path):
     path.parent.mkdir()
     pq.write_table(pa.table({"run_id": ["r"], "speed": [1.0]}), path)
-    with pytest.raises(RunFileError, match="is not a run file of schema version 1: columns differ in .*'speed'"):
+    with pytest.raises(RunFileError, match="is not a run file of schema version 2: columns differ in .*'speed'"):
         results.read(path)
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [0, 1, 3])
 def test_another_schema_version_is_refused(path, version):
     results.write([row(schema_version=version)], path)
-    with pytest.raises(RunFileError, match=rf"schema version .*{version}.*, this kvnb reads 1; measure again"):
+    with pytest.raises(RunFileError, match=rf"schema version .*{version}.*, this kvnb reads 2; measure again"):
         results.read(path)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_version_1_is_read_as_it_was_meant(path, version):
+    """It had no column `padded`: padding was scattered. A later version without it is not known."""
+    results.write([row(schema_version=version, padding=0.5, seconds=2e-6)], path)
+    pq.write_table(pq.read_table(path).drop_columns("padded"), path)
+    if version == 1:
+        [read] = results.read(path).to_pylist()
+        assert read == row(padding=0.5, seconds=2e-6)
+        assert (read["padded"], read["schema_version"]) == ("scattered", results.SCHEMA_VERSION)
+    else:
+        with pytest.raises(RunFileError, match="is not a run file of schema version 2: columns differ in .*'padded'"):
+            results.read(path)
 
 
 def test_a_missing_file_is_refused(path):

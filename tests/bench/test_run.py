@@ -88,6 +88,19 @@ def worker(settings: Settings):
 # ------------------------------------------------------------------------------------------------------- wrong values
 
 
+def test_grid_padding_measures_every_policy_of_a_copy_and_of_a_limit_one():
+    settings = Settings("cpu", "padding", ["kvnb", "torch.index_put", "limit.copy.memcpy"], ["wall"], 1, 1, None)
+    cells, _ = cells_of(Case(32, padding=0.25, cache_bytes=1 << 22), settings)
+    writes = {(cell.copy.name, cell.policy) for cell in cells if cell.part == "write"}
+    policies = {name: REGISTRY[name].policies for name in ("kvnb", "torch.index_put")}
+    wanted = {(name, policy) for name, several in policies.items() for policy in several}
+    assert writes == wanted | {("limit.copy.memcpy", REGISTRY["limit.copy.memcpy"].policies[0])}
+    assert {(cell.copy.name, cell.policy) for cell in cells if cell.part == "step"} == {
+        ("torch.index_put", "remap"),
+        ("torch.index_put", "filter"),
+    }
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

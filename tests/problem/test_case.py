@@ -123,7 +123,7 @@ def test_every_timer_and_state_is_measured_at_8_x_128_only():
 
 
 def test_an_unknown_grid_is_refused_with_the_valid_ones():
-    with pytest.raises(ValueError, match="grid 'fast' is not one of quick, full, releases"):
+    with pytest.raises(ValueError, match="grid 'fast' is not one of quick, full, releases, padding"):
         grid("fast")
 
 
@@ -139,6 +139,22 @@ def test_full_holds_what_the_goals_and_the_reader_ask_for():
     assert len({str(case) for case in cases}) == len(cases)
 
 
+def test_padding_varies_share_and_place():
+    cases = grid("padding")
+    assert len({str(case) for case in cases}) == len(cases)
+    assert {case.padding for case in cases} == {0.0, 0.03, 0.12, 0.25, 0.5, 0.75, 0.94}
+    assert {(case.layout, case.padded) for case in cases} >= {
+        ("NHD", "scattered"),
+        ("NHD", "tail"),
+        ("packed", "scattered"),
+    }
+    for case in cases:
+        assert not case.padding or 0 < case.padded_tokens < case.num_tokens, case
+    assert {case.num_tokens for case in cases} == {8, 32, 128, 512, 2048, 8192}
+    assert timings("padding", Case(32, padding=0.25)) == (("graph", "produced"),)
+    assert ("eager", "produced") in timings("padding", Case(32, padding=0.75))
+
+
 def test_releases_are_compared_on_one_problem_and_on_their_backends_own():
     cases = grid("releases")
     *compared, transposed = cases
@@ -150,5 +166,11 @@ def test_releases_are_compared_on_one_problem_and_on_their_backends_own():
     assert (transposed.layout, transposed.source) == ("NHD", "transposed")
     assert {(case.num_kv_heads, case.head_size, case.dtype) for case in cases} == {(8, 128, "bfloat16")}
     assert timings("releases", cases[0]) == (("graph", "produced"), ("graph", "cold"))
-    with pytest.raises(ValueError, match="grid 'releases' compares CUDA kernels and needs a GPU"):
-        grid("releases", "cpu")
+
+
+@pytest.mark.parametrize("name", ["releases", "padding"])
+def test_what_is_about_cuda_kernels_needs_a_gpu(name):
+    with pytest.raises(
+        ValueError, match=f"grid '{name}' is about CUDA kernels and needs a GPU; a CPU has quick and full"
+    ):
+        grid(name, "cpu")

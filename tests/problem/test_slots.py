@@ -104,6 +104,14 @@ PLACED = {
 }
 
 
+def test_padding_at_the_tail_is_the_end_of_every_set():
+    case = Case(64, cache_bytes=1 << 26, padding=0.25, padded="tail")
+    assert (slots.sets(case, 3) < 0).tolist() == [[False] * 48 + [True] * 16] * 3
+    scattered = slots.sets(Case(64, cache_bytes=1 << 26, padding=0.25), 3)
+    assert (scattered < 0).sum(dim=1).tolist() == [16] * 3
+    assert (scattered[:, :48] < 0).any()
+
+
 @pytest.mark.parametrize("policy", slots.POLICIES)
 def test_where_each_policy_sends_padding(policy):
     assert slots.place_padding(UNPLACED, CASE, policy).tolist() == PLACED[policy]
