@@ -44,7 +44,7 @@ help: ## list the verbs
 	@echo 'make VERB [NAME=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo 'Measuring:  GRID=quick|full  DEVICE=auto|cpu|cuda:N  COPIES=kvnb,torch.index_put  TIMERS=graph,call'
+	@echo 'Measuring:  GRID=quick|full|releases|padding  DEVICE=auto|cpu|cuda:N  COPIES=kvnb,torch.index_put  TIMERS=graph,call'
 	@echo '            RUN=name (an existing one is resumed)  WORKERS=3  ROUNDS=10  COPIES_FROM=my_copy.py'
 	@echo 'Where:      PYTHON=python3.12  TORCH_INDEX=url of an index with the torch you want'
 	@echo '            VENV= (use PYTHON as it is)  WHEELS=folder (with VENV=: wheels that PYTHON lacks)'

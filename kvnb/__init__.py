@@ -18,7 +18,7 @@ _HOMES = {
     "summarise": "kvnb.bench.stats",
     "noise_floor": "kvnb.bench.stats",
 }
-_MODULES = ("bench", "build", "copies", "machine", "paths", "problem", "report")
+_MODULES = ("bench", "build", "copies", "machine", "paths", "problem", "report", "reserve")
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604
 
 

@@ -1,0 +1,1 @@
+"""What a reserved block costs: a paged block pool, and a request trace replayed through batching."""
