@@ -124,7 +124,7 @@ def noise_floor(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _floors(rounds: pd.DataFrame) -> pd.DataFrame:
-    same = _speedups(rounds, *NOISE)
+    same = _speedups(rounds[rounds["policy"] == "skip"], *NOISE)
     far = np.maximum(same["high"] - 1, 1 - same["low"])
     return far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor").reset_index()
 

@@ -19,6 +19,7 @@ from kvnb import paths
 from kvnb.bench import results, stats
 from kvnb.problem.case import GIB, ITEMSIZE
 from kvnb.problem.models import MODELS
+from kvnb.problem.slots import POLICIES
 
 OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
 BEST, PLAIN = "fastest PyTorch", "fastest plain PyTorch"  # in each cell, the fastest copy of these families
@@ -56,7 +57,8 @@ def find_runs(runs: str | Iterable[str | Path] = "newest", grid: str = "") -> li
     """
     if runs != "newest":
         return [Path(run) for run in runs]
-    local = [] if grid else sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime)[-1:]
+    local = [] if grid else sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime, reverse=True)
+    local = list(itertools.islice((path for path in local if load(path).first["grid"] != "padding"), 1))
     if found := [*local, *recorded(*[grid] * bool(grid)).values()]:
         return found
     if grid:
@@ -73,6 +75,7 @@ class Run:
     def __init__(self, samples: pd.DataFrame) -> None:
         if (runs := samples["run_id"].nunique()) != 1:
             raise ValueError(f"these samples are of {runs} runs: load the file of one")
+        samples = _by_default(samples)
         self.samples, self.first = samples, samples.iloc[0]
         self.machine = self.first["gpu"] or f"{self.first['cpu']}, {_count(self.first['threads'], 'thread')}"
         self.timer = "graph" if self.first["gpu"] else "wall"
@@ -123,6 +126,12 @@ class Run:
         if {a, b} <= set(head.copies):
             return _with_cache(stats.compare(head, a, b)).sort_values(place, ignore_index=True)
         return pd.DataFrame(columns=COMPARED)
+
+
+def _by_default(samples: pd.DataFrame) -> pd.DataFrame:
+    """Of each copy, what was measured under its default policy: the first of POLICIES that the run has it under."""
+    default = samples.groupby("copy")["policy"].agg(lambda held: min(held.unique(), key=POLICIES.index))
+    return samples[samples["policy"] == samples["copy"].map(default)]
 
 
 COMPARED = [*stats.PLACE, "cache", "speedup", "low", "high", "a", "b", "margin", "verdict", "reason"]

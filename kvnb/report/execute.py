@@ -22,7 +22,8 @@ from traitlets.config import Config
 from kvnb import paths
 from kvnb.report import parameters
 
-TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900, "05_releases": 900, "06_timers": 1800}  # s
+TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900, "04_null_block": 1800}  # s
+TIME_LIMITS |= {"05_releases": 900, "06_timers": 1800}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

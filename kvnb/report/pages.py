@@ -14,7 +14,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 from kvnb import paths
-from kvnb.report import answers, plots
+from kvnb.report import answers, null_block, plots
 from kvnb.report.execute import ANSI, Outcome
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -36,17 +36,22 @@ def page(outcome: Outcome, links: Iterable[tuple[str, str]]) -> Path:
     return _write(here, "notebook.html.j2", title=title, body=body, links=links)
 
 
-def report(folder: Path, outcomes: list[Outcome], runs: list[Path], releases: Iterable[Path] = ()) -> Path:
+def report(
+    folder: Path, outcomes: list[Outcome], runs: list[Path], releases: Iterable[Path] = (), padded: Iterable[Path] = ()
+) -> Path:
     """Write into `folder` a page per notebook, and `index.html` with the answers of `runs`; returns its path.
 
-    `releases`: the runs of 05_releases, whose answer stands there too.
+    `releases`, `padded`: the runs of 05_releases and of 04_null_block, whose answers stand there too; without any
+    `padded`, what is known without one.
     """
     links = [("Answer", "index.html"), *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
     for outcome in outcomes:
         page(outcome, links)
-    values = {"failed": [outcome for outcome in outcomes if outcome.failure], "answers": answers}
+    values = {"answers": answers, "null_block": null_block}
+    values["failed"] = [outcome for outcome in outcomes if outcome.failure]
     answered = [(answers.load(path), *_links(path, folder)) for path in runs]
     values["releases"] = [answers.release_headline(answers.load(path)) for path in releases]
+    values["decisions"] = null_block.decisions(padded)
     return _write(folder / "index.html", "report.html.j2", links=links, answered=answered, **values)
 
 
@@ -78,6 +83,8 @@ def readme() -> str:
         run = answers.load(path)
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
         told += [f"### {run.machine}", answers.summary_markdown(run), f"![{alt}](reports/{gpu}/latency.png)"]
+        if padded := answers.recorded(null_block.GRID).get(gpu):
+            told += [f"#### {null_block.ASKED}", null_block.markdown(null_block.decisions([padded])[0])]
         if releases := answers.recorded("releases").get(gpu):
             told.append(f"By vLLM release: {answers.release_headline(answers.load(releases))}")
     return "\n\n".join(told) or "No run is recorded yet: `make report` measures one."

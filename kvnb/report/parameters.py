@@ -52,7 +52,7 @@ def _like(pattern: str, words: str) -> Check:
     return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} must be {words}"
 
 
-def _run_file(value: str) -> str | None:
+def _file(value: str) -> str | None:
     return None if Path(value).is_file() else f"{value} does not exist"
 
 
@@ -61,6 +61,7 @@ def _copies_file(value: str) -> None:
 
 
 DEVICE, NAME = "auto, cpu, cuda or cuda:N", "letters, digits, '.', '_' and '-', and begin with a letter or digit"
+LIVE = ("auto", "yes", "no")
 TABLES: dict[str, tuple[Parameter, ...]] = {
     "01_copies": (),
     "02_measure": (
@@ -73,12 +74,18 @@ TABLES: dict[str, tuple[Parameter, ...]] = {
         Parameter("workers", 3, "processes with fresh allocations"),
         Parameter("rounds", 10, "randomised passes of each worker"),
     ),
-    "03_compare": (Parameter("runs", "newest", "newest, or a list of run files", _run_file, several=True),),
-    "05_releases": (Parameter("runs", "newest", "newest recorded, or a list of run files", _run_file, several=True),),
+    "03_compare": (Parameter("runs", "newest", "newest, or a list of run files", _file, several=True),),
+    "04_null_block": (
+        Parameter("trace", None, "a CSV of requests in the Azure format; None takes a synthetic one", _file),
+        Parameter("runs", "newest", "newest recorded, or a list of run files", _file, several=True),
+        Parameter("device", "auto", DEVICE, _like(r"auto|cpu|cuda(:\d+)?", DEVICE)),
+        Parameter("live", "auto", "measure now: auto, yes, or no (the same output every time)", _one_of(LIVE)),
+    ),
+    "05_releases": (Parameter("runs", "newest", "newest recorded, or a list of run files", _file, several=True),),
     "06_timers": (
         Parameter("device", "auto", DEVICE, _like(r"auto|cpu|cuda(:\d+)?", DEVICE)),
-        Parameter("run", None, "a run file; None takes the newest, a GPU's where there is one", _run_file),
-        Parameter("live", "auto", "measure on a GPU: auto, yes, or no (show a record)", _one_of(("auto", "yes", "no"))),
+        Parameter("run", None, "a run file; None takes the newest, a GPU's where there is one", _file),
+        Parameter("live", "auto", "measure on a GPU: auto, yes, or no (show a record)", _one_of(LIVE)),
     ),
 }
 

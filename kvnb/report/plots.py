@@ -24,12 +24,17 @@ from PIL import Image
 
 from kvnb.copies import REGISTRY
 from kvnb.copies.base import FAMILIES
-from kvnb.report import answers
+from kvnb.report import answers, null_block
 
 # Okabe and Ito's palette, which is told apart with any colour vision
 COLOURS = dict(zip(FAMILIES, ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#555555", "#56B4E9")))
 MARKERS = "os^DvPX"
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (2, 2)))
+RANGES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # of batches and block sizes, which have no family
+OCCUR = (
+    "shaded: shares that rounding a decode batch up to this size leaves in 95 % of steps; dotted: a rank's in context\n"
+    "parallelism of 2, 4 and 8; hollow: the same share at the tail instead of scattered"
+)
 BYTES = "bytes moved = 2 (read, write) x written tokens x heads x (head size + value head size) x item size + index"
 STYLE = {
     **{"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9},
@@ -61,9 +66,13 @@ def table(rows: pd.DataFrame, caption: str = "") -> None:
 
 
 def png(figure: str, run: answers.Run, layout: str = "") -> bytes:
+    return png_of(make(figure, run, layout))
+
+
+def png_of(fig: Figure) -> bytes:
     """A figure as PNG with a palette of 48 colours: small, and free of versions and dates."""
     full, small = io.BytesIO(), io.BytesIO()
-    make(figure, run, layout).savefig(full, format="png", dpi=150, metadata={"Software": None})
+    fig.savefig(full, format="png", dpi=150, metadata={"Software": None})
     colours = Image.open(full).convert("RGB")
     colours.quantize(48, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(small, "png", optimize=True)
     return small.getvalue()
@@ -79,9 +88,12 @@ def make(figure: str, run: answers.Run, layout: str = "") -> Figure:
     elif figure == "releases":
         about = "8x128; above the points: registers per thread (sm_90)"
     fig = {"heads": heat_map, "releases": by_release}.get(figure, lines)(rows, column)
-    height = fig.get_figheight()
     timer = "graph and eager" if figure == "eager" else run.timer
-    about = f"{run.machine}; {about}; timer {timer}, state produced"
+    return _titled(fig, title, f"{run.machine}; {about}; timer {timer}, state produced")
+
+
+def _titled(fig: Figure, title: str, about: str) -> Figure:
+    height = fig.get_figheight()
     fig.text(0.012, 1 - 0.06 / height, title, size=11, weight="bold", va="top")
     fig.text(0.012, 1 - 0.27 / height, about, size=8.5, color=COLOURS["limit"], va="top")
     return fig
@@ -238,3 +250,102 @@ def heat_map(rows: pd.DataFrame, column: str) -> Figure:
     ax.tick_params(length=0, labelrotation=0)
     ax.grid(False)
     return fig
+
+
+# -- padding
+
+
+def show(fig: Figure, alt: str) -> None:
+    """Show one of the figures below in a notebook, with its alt text of null_block."""
+    display(Picture(data=png_of(fig), format="png", alt=alt))
+
+
+@rc_context(STYLE)
+def padding(run: null_block.PaddedRun, copy: str, shares: pd.DataFrame) -> Figure:
+    """Microseconds against the padded share: a panel per number of tokens, a line per policy, and shares that occur."""
+    rows = null_block.padding_rows(run, copy)
+    tokens, height = sorted(rows["num_tokens"].unique()), 5.6
+    fig = Figure(figsize=(7.4, height))
+    fig.subplots_adjust(left=0.075, right=0.975, bottom=0.98 / height, top=1 - 0.75 / height, hspace=0.3, wspace=0.22)
+    axes = fig.subplots(-(-len(tokens) // 3), 3, squeeze=False, sharex=True)
+    for ax, n in zip(axes.flat, tokens):
+        here = rows[rows["num_tokens"] == n]
+        for policy in [name for name in (*null_block.DRAWN, "limit.copy") if name in set(here["policy"])]:
+            _policy(ax, here[here["policy"] == policy], policy)
+        _occurring(ax, null_block.usual_share(shares, n))
+        _time_axis(ax, LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        low, high = ax.get_ylim()
+        ax.set(title=f"{n:,} tokens", xlim=(-0.03, 1), ylim=(min(low, 0.6 * high), high))
+    for ax in axes[:, 0]:
+        ax.set_ylabel("microseconds")
+    for ax in axes[-1]:
+        ax.xaxis.set_major_formatter("{x:.0%}")
+    lines = {line.get_label(): line for ax in axes.flat for line in ax.lines if line.get_label()[0] != "_"}
+    fig.legend(lines.values(), lines.keys(), loc="lower left", ncols=6, frameon=False, fontsize=8, handlelength=3.2)
+    fig.text(0.012, 0.34 / height, OCCUR, size=7.5, linespacing=1.3, color=COLOURS["limit"])
+    about = f"{run.machine}; {answers.line_name(rows.iloc[0], layout=True)}; timer {run.timer}, state produced"
+    return _titled(fig, f"Time of {answers.label(copy)}, by padded share and policy", about)
+
+
+def _policy(ax: Axes, line: pd.DataFrame, policy: str) -> None:
+    """A policy's line over scattered shares; hollow, where the same share lies at the tail."""
+    place = null_block.DRAWN.index(policy) if policy in null_block.DRAWN else 0
+    shape = {"color": COLOURS[line["family"].iloc[0]], "marker": MARKERS[place], "linestyle": DASHES[place]}
+    if policy == "limit.copy":
+        shape |= {"marker": "", "linewidth": 1}
+    scattered, tail = (line[line["padded"] == padded] for padded in ("scattered", "tail"))
+    x, y = scattered["padding"], 1e6 * scattered["seconds"]
+    ax.plot(x, y, label=policy, **{"linewidth": 2.2 if policy == "skip" else 1.2, "markersize": 4} | shape)
+    ax.fill_between(x, 1e6 * scattered["low"], 1e6 * scattered["high"], color=shape["color"], alpha=0.2, linewidth=0)
+    hollow = shape | {"linestyle": "", "markerfacecolor": "white", "markersize": 6.5, "zorder": 2}
+    ax.plot(tail["padding"], 1e6 * tail["seconds"], **hollow)
+
+
+def _occurring(ax: Axes, usual: float) -> None:
+    """Shade the padded shares that rounding up leaves, and mark those of context parallelism."""
+    if usual > 0:
+        ax.axvspan(0, usual, color=COLOURS["compile"], alpha=0.18, linewidth=0, zorder=0)
+    for ranks in null_block.RANKS:  # a full batch
+        ax.axvline(1 - 1 / ranks, color=COLOURS["limit"], linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
+        place = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "bottom", "size": 7}
+        ax.text(1 - 1 / ranks, 1.0, ranks, **place)
+
+
+@rc_context(STYLE)
+def padded_shares(shares: pd.DataFrame, about: str) -> Figure:
+    """Cumulative share of steps by padded share: a panel per capture list, a line per range of decode batches."""
+    height, names = 3.4, list(shares["captured"].unique())
+    fig = Figure(figsize=(7.4, height))
+    fig.subplots_adjust(left=0.085, right=0.985, bottom=0.5 / height, top=1 - 0.75 / height, wspace=0.12)
+    shares = shares.assign(range=null_block.ranges(shares))
+    axes = fig.subplots(1, len(names), sharey=True, sharex=True, squeeze=False)[0]
+    for ax, name in zip(axes, names):
+        here = shares[shares["captured"] == name]
+        for place, (batch, some) in enumerate(here.groupby("range", observed=True)):
+            shape = {"color": RANGES[place], "linestyle": DASHES[place], "linewidth": 1.6}
+            ax.ecdf(some["share"], label=f"batches of {batch}", **shape)
+        ax.ecdf(here["share"], label="all", color=COLOURS["limit"], linewidth=2.2)
+        ax.set(title=f"captured: {name}", xlabel="padded share of the batch")
+        ax.xaxis.set_major_formatter("{x:.0%}")
+        ax.yaxis.set_major_formatter("{x:.0%}")
+    axes[0].set_ylabel("steps")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    return _titled(fig, "Padding that rounding a decode batch up to captured sizes leaves", about)
+
+
+@rc_context(STYLE)
+def memory() -> Figure:
+    """One block's share of the pool: a row per model, a dot per block size."""
+    rows = null_block.memory_rows()
+    names = list(rows["model"].unique())[::-1]
+    height = 1.3 + 0.26 * len(names)
+    fig = Figure(figsize=(7.4, height))
+    fig.subplots_adjust(left=0.31, right=0.97, bottom=0.5 / height, top=1 - 0.75 / height)
+    ax = fig.subplots()
+    for place, (size, dots) in enumerate(rows.groupby("block_size")):
+        y = dots["model"].map(names.index)
+        ax.plot(dots["percent"], y, MARKERS[place], color=RANGES[place], label=f"blocks of {size}")
+    ax.set(xscale="log", xlabel="% of the pool (log)", yticks=range(len(names)), yticklabels=names)
+    ax.xaxis.set_major_formatter("{x:.3g}")
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    return _titled(fig, "Memory of a reserved block", f"one block's share of {null_block.POOL}; bfloat16, one GPU")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fixture_runs
 import pytest
 
 from kvnb.bench import results
-from kvnb.report import answers
+from kvnb.report import answers, null_block
 from kvnb.report.answers import Run
+from kvnb.report.null_block import PaddedRun
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +27,16 @@ def old(gpu: Run) -> Run:
 @pytest.fixture(scope="session")
 def by_release() -> Run:
     return Run(fixture_runs.releases_run())
+
+
+@pytest.fixture(scope="session")
+def padding_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return results.save(fixture_runs.padding_run(), tmp_path_factory.mktemp("padding") / "padding.parquet")
+
+
+@pytest.fixture(scope="session")
+def padded(padding_file: Path) -> PaddedRun:
+    return null_block.load(padding_file)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from kvnb.bench import results
-from kvnb.problem.case import Case
+from kvnb.problem.case import Case, grid
+from kvnb.problem.slots import null_slots
 
 WORKERS, ROUNDS, NOISE = 3, 5, 0.002
 TOKENS = (1, 32, 256, 1024, 4096, 16384, 65536)
@@ -140,6 +141,48 @@ def release_facts(copy: str) -> dict:
     return {"registers": registers, "layout": layout, "source": source, "backend": "some/file.py", "note": ""}
 
 
+# copy: the policies it has, of those that grid `padding` measures
+POLICIES = {
+    "kvnb": ("skip", "null_slot", "null_block", "null_blocks"),
+    "kvnb.again": ("skip", "null_slot", "null_block", "null_blocks"),
+    "vllm==0.33.0": ("skip", "null_slot", "null_block", "null_blocks"),
+    "torch.index_put": ("null_slot", "null_block", "null_blocks", "remap", "filter", "last_slot"),
+    "torch.index_copy_wide": ("null_slot", "null_block", "null_blocks", "remap", "filter"),
+    "triton": ("skip",),
+    "limit.copy": ("skip",),
+}
+COLLISION_S = 7e-9  # each further padded row of a slot, once FREE_ROWS have found it free
+FREE_ROWS = 16
+
+
+def padded_seconds(copy: str, case: Case, policy: str, timer: str = "graph") -> float:
+    """The median of a cell of grid `padding`: rows that go to one slot wait for each other from FREE_ROWS on."""
+    slots = 1 if policy == "last_slot" else null_slots(case, policy)
+    per_slot = case.padded_tokens / slots if slots else 0
+    waiting = COLLISION_S * max(0.0, per_slot - FREE_ROWS)
+    return known_seconds(copy, case, timer) + waiting
+
+
+def padding_run() -> pd.DataFrame:
+    """Grid `padding`: free up to FREE_ROWS padded rows a slot, then ever dearer; eager `filter` beside null_slot."""
+    run = _Run("padding-run", H200, grid="padding")
+    for case, (copy, policies) in itertools.product(grid("padding"), POLICIES.items()):
+        family = GPU_COPIES[copy][0]
+        for policy in policies:
+            if reason := reason_against(copy, case) or "cannot be captured" * (policy == "filter"):
+                run.failed(case, copy, family, "graph", "unsupported", reason, policy)
+            else:
+                run.timed(case, copy, family, "graph", padded_seconds(copy, case, policy), policy=policy)
+            if copy == "torch.index_put" and case.padding in (0.12, 0.75):
+                run.timed(case, copy, family, "eager", padded_seconds(copy, case, policy, "eager"), policy=policy)
+                if policy in ("remap", "filter"):
+                    seconds = 140e-6 if policy == "filter" else 9e-6
+                    run.timed(case, copy, family, "eager", seconds, part="step", policy=policy)
+            if copy == "torch.index_put" and policy == "remap":
+                run.timed(case, copy, family, "graph", 2.5e-6, part="step", policy=policy)
+    return run.samples()
+
+
 def cpu_run() -> pd.DataFrame:
     """A run on a CPU: timer `wall`, kvnb twice as fast as index_put and level with index_copy."""
     machine = {"gpu": "", "gpu_uuid": "", "driver": "", "cuda": "", "cpu": "Test CPU", "threads": 2}
@@ -162,21 +205,29 @@ class _Run:
     def __init__(self, run_id: str, machine: dict, grid: str = "full") -> None:
         self.rows: list[dict] = []
         self.rng = np.random.default_rng(4698)
-        fixed = {"schema_version": 1, "grid": grid, "l2_bytes": 1 << 25, "utc": "2026-11-30T00:00:00Z"}
+        fixed = {"schema_version": results.SCHEMA_VERSION, "grid": grid, "l2_bytes": 1 << 25}
+        fixed["utc"] = "2026-11-30T00:00:00Z"
         software = {"torch": "2.13.0", "triton": "3.5", "python": "3.12", "kvnb_commit": "0123abc", "dirty": False}
         self.run = {"run_id": run_id, **fixed, **software, **machine}
 
-    def _row(self, case: Case, copy: str, family: str, timer: str, part: str = "write") -> dict:
-        place = {"copy": copy, "family": family, "copy_version": "0", "policy": "skip", "part": part, "timer": timer}
+    def _row(
+        self, case: Case, copy: str, family: str, timer: str, part: str = "write", policy: str = "skip"
+    ) -> dict:
+        place = {"copy": copy, "family": family, "copy_version": "0", "policy": policy, "part": part, "timer": timer}
         counts = {"launches": 1, "calls": 10, "graphs": 0, "bytes_moved": case.bytes_moved, "throttled": ""}
         where = {"state": "produced", "worker": -1, "round": 0, "sample": 0, "sm_clock_mhz": 1980.0}
         return {**self.run, **place, **case.fields(), **counts, **where, "seconds": None}
 
-    def failed(self, case: Case, copy: str, family: str, timer: str, status: str, reason: str) -> None:
-        self.rows.append({**self._row(case, copy, family, timer), "status": status, "reason": reason})
+    def failed(
+        self, case: Case, copy: str, family: str, timer: str, status: str, reason: str, policy: str = "skip"
+    ) -> None:
+        row = self._row(case, copy, family, timer, policy=policy)
+        self.rows.append({**row, "status": status, "reason": reason})
 
-    def timed(self, case: Case, copy: str, family: str, timer: str, seconds: float, part: str = "write") -> None:
-        row = {**self._row(case, copy, family, timer, part), "status": "ok", "reason": ""}
+    def timed(
+        self, case: Case, copy: str, family: str, timer: str, seconds: float, part: str = "write", policy: str = "skip"
+    ) -> None:
+        row = {**self._row(case, copy, family, timer, part, policy), "status": "ok", "reason": ""}
         for worker in range(WORKERS):
             for turn in range(ROUNDS):
                 noisy = seconds * (1 + NOISE * self.rng.standard_normal())

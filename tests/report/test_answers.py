@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 
 import fixture_runs
 import numpy as np
 import pandas as pd
 import pytest
 
+from kvnb import paths
 from kvnb.bench import results
 from kvnb.problem.models import MODELS
 from kvnb.report import answers
@@ -72,6 +75,13 @@ def test_headline_says_what_kvnb_loses_first_and_packed_means(run, request):
         for regime, here in sizes(rows[rows["layout"] == "packed"]).items():
             assert re.search(rf"{re.escape(told(here['speedup']))}\S+ \S+\] FASTER in {regime}", part)
     assert (SHIPPED in text) == (run.shipped is not None)
+
+
+def test_a_score_turned_round_turns_its_interval_round(gpu):
+    rows = gpu.against(answers.BEST).head(1).assign(speedup=0.5, low=0.4, high=0.8, verdict="SLOWER", a="kvnb", b="x")
+    assert "by up to 2.00 [1.25, 2.50] times (x, " in answers._score(rows, "SLOWER", answers.BEST)
+    rows = rows.assign(speedup=2.0, low=1.25, high=2.5, verdict="FASTER")
+    assert "by up to 2.00 [1.25, 2.50] times (kvnb, " in answers._score(rows, "FASTER", answers.BEST)
 
 
 def test_fixture_medians_are_found_again(gpu):
@@ -349,6 +359,14 @@ def test_each_release_that_changed_something_has_a_sentence_hurt_first(by_releas
     assert "no mean clears the margin with vllm==0.6.6.post1, vllm==0.8.5, vllm==0.10.0, vllm==0.11.0" in texts[-2]
 
 
+def test_a_release_whose_changed_call_takes_half_the_time_has_a_speedup_of_two(by_release, facts):
+    samples = by_release.samples
+    newest = (samples["copy"] == "vllm==0.33.0") & (samples["layout"] == "packed")
+    run = answers.Run(samples.assign(seconds=samples["seconds"].where(~newest, samples["seconds"] / 2)))
+    [changed] = [text for text in answers.release_sentences(run) if "now called with packed, qkv" in text]
+    assert "a speedup from case to case of 2.00 in decode of 8x128" in changed
+
+
 def test_times_by_release_are_of_the_same_problem_and_of_the_default_call(by_release, facts):
     table = answers.release_table(by_release).set_index(["problem", "release"])
     assert table.loc[("the same problem", "vllm==0.33.0"), "called with"] == "NHD, contiguous"
@@ -388,3 +406,21 @@ def test_what_releases_cannot_do_is_listed(by_release):
         ["unsupported", 7, "vllm==0.4.2", "its kernel knows no head stride"],
         ["wrong", 7, "vllm==0.8.5", "slot 1: -0.5 should be untouched"],
     ]
+
+
+def test_a_run_of_every_policy_is_told_by_the_default_ones(padding_file):
+    run = answers.load(padding_file)
+    assert set(run.samples.loc[run.samples["copy"] == "kvnb", "policy"]) == {"skip"}
+    assert set(run.samples.loc[run.samples["copy"] == "torch.index_put", "policy"]) == {"null_slot"}
+    whole = results.load(padding_file)
+    assert set(whole.loc[whole["copy"] == "kvnb", "policy"]) > {"skip"}
+    assert "gainst the fastest PyTorch copy, kvnb is slower in 0 of 9 cells" in answers.headline(run)
+    assert len(answers.provenance(run))
+
+
+def test_the_newest_local_run_is_not_one_of_grid_padding(padding_file, tmp_path, monkeypatch, run_files):
+    monkeypatch.setattr(paths, "LOCAL", tmp_path)
+    monkeypatch.setattr(paths, "RECORDED", tmp_path / "recorded")
+    for age, file in enumerate((padding_file, run_files[0])):
+        os.utime(shutil.copy(file, tmp_path / f"{age}.parquet"), (1000 - age, 1000 - age))
+    assert answers.find_runs() == [tmp_path / "1.parquet"]

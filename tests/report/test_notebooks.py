@@ -10,7 +10,7 @@ import pytest
 
 from kvnb import paths
 from kvnb.bench import results
-from kvnb.report import answers, parameters
+from kvnb.report import answers, null_block, parameters
 from kvnb.report.execute import execute
 
 NAMES = sorted(parameters.TABLES)
@@ -71,6 +71,23 @@ def test_compare_runs_on_fixture_runs_and_opens_with_the_answer(tmp_path, run_fi
         *(answers.alt(figure, run, layout) for figure in ("latency", "heads") for run, layout in by_layout),
         *(answers.alt(figure, gpu) for figure in ("limit", "eager", "step")),
     }
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_null_block_runs_with_and_without_a_run_and_opens_with_the_answer(tmp_path, padding_file, padded, recorded):
+    runs = [str(padding_file)] if recorded else "newest"
+    outcome = execute("04_null_block", {"runs": runs, "live": "no"}, tmp_path)
+    assert not outcome.failure, outcome.failure
+    outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
+    found = null_block.replayed()
+    decision = null_block.decision(padded if recorded else None, found)
+    assert outputs[0].data["text/markdown"] == null_block.markdown(decision)
+    figures = {out.metadata["image/png"]["alt"] for out in outputs if "image/png" in out.get("data", {})}
+    drawn = padded.drawn if recorded else []
+    alts = {null_block.shares_alt(found.shares), null_block.memory_alt()}
+    assert figures == alts | {null_block.padding_alt(padded, copy) for copy in drawn}
+    shown = str(outputs)
+    assert "tensor([0., 0., 1., 0., 0., 9.])" in shown and "written to: nan" in shown and "63 usable" in shown
 
 
 def test_releases_runs_on_a_fixture_run_and_opens_with_the_answer(tmp_path, by_release):

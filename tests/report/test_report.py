@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvnb import cli, paths
 from kvnb.bench import results
-from kvnb.report import answers
+from kvnb.report import answers, null_block
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def place(tmp_path, monkeypatch, run_files):
     shutil.copy(run_files[0], paths.LOCAL / "mine.parquet")
     shutil.copy(run_files[1], record)
     cells = {"01_copies": "1", "02_measure": "run", "03_compare": "runs", "06_timers": "run, live"}
+    cells["04_null_block"] = "runs, globals().get('live')"
     for name, cell in cells.items():
         write_notebook(name, cell)
     return tmp_path
@@ -84,13 +85,43 @@ def test_rendering_the_record_twice_gives_the_same_bytes(place):
         return {path.name: path.read_bytes() for path in (paths.REPORTS / "h200").iterdir()}
 
     first = rendered()
-    assert sorted(first) == [
-        *("03_compare.html", "03_compare.ipynb", "06_timers.html", "06_timers.ipynb", "index.html", "latency.png")
-    ]
+    pages = [f"{name}.{kind}" for name in ("03_compare", "04_null_block", "06_timers") for kind in ("html", "ipynb")]
+    assert sorted(first) == [*pages, "index.html", "latency.png"]
     timers = nbformat.read(paths.REPORTS / "h200" / "06_timers.ipynb", as_version=4).cells[-1].outputs[0]
     assert timers.data["text/plain"] == "('data/recorded/h200/2026-11-30_full_0123abc.parquet', 'no')"
     assert rendered() == first
     assert not (paths.REPORTS / "latest").exists()
+
+
+def shown_by_null_block(folder):
+    cells = nbformat.read(folder / "04_null_block.ipynb", as_version=4).cells
+    return cells[-1].outputs[0].data["text/plain"]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_report_answers_todo_1_with_and_without_a_run_of_grid_padding(place, padding_file, recorded):
+    name = "data/recorded/h200/2026-11-30_padding_0123abc.parquet"
+    if recorded:
+        shutil.copy(padding_file, place / name)
+    done = report_mine()
+    assert done.exit_code == 0, done.output
+    run = null_block.load(place / name) if recorded else None
+    index = (paths.REPORTS / "mine" / "index.html").read_text()
+    for question, told in null_block.decision(run, null_block.replayed()):
+        assert f"{question}: {told}" in done.output and str(escape(told)) in index
+    assert ("No run of grid padding is recorded yet" in index) == (not recorded)
+    assert shown_by_null_block(paths.REPORTS / "mine") == f"({[name] if recorded else 'newest'!r}, None)"
+
+
+def test_what_null_block_measures_is_answered_for(place, padding_file):
+    """A notebook that measures stands in: the run file that it leaves is in the index."""
+    write_notebook(
+        "04_null_block", "import os, shutil\nos.makedirs('data/local/padding')\n"
+        f"shutil.copy({str(padding_file)!r}, 'data/local/padding/now.parquet')"
+    )  # fmt: skip
+    done = report_mine()
+    assert done.exit_code == 0, done.output
+    assert null_block.decisions([padding_file])[0][0][1] in done.output
 
 
 def record_releases(run):
