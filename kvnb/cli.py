@@ -109,16 +109,19 @@ def report(values: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # yours, not the project's
     outcomes = [_execute("01_copies", {}, folder), _execute("02_measure", values, folder)]
-    runs = [path for path in (paths.LOCAL / f"{name}.parquet", *answers.recorded().values()) if path.is_file()]
+    mine = [path for path in [paths.LOCAL / f"{name}.parquet"] if path.is_file()]
+    padded, releases = ([*mine * (values["grid"] == grid), *answers.recorded(grid).values()]
+                        for grid in ("padding", "releases"))  # fmt: skip
+    runs = [*mine * (values["grid"] != "padding"), *answers.recorded().values()]
     outcomes.append(_execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
-    releases = [*(runs[:1] if values["grid"] == "releases" else []), *answers.recorded("releases").values()]
+    padded = _null_block(padded, folder, outcomes, device=values["device"])
     outcomes += _by_release(releases, folder)
-    index = pages.report(folder, outcomes, runs, releases)
+    index = pages.report(folder, outcomes, runs, releases, padded)
     if not any(outcome.failure for outcome in outcomes):
         fresh = paths.REPORTS / f".latest.{os.getpid()}"
         fresh.symlink_to(name)
         os.replace(fresh, paths.REPORTS / "latest")
-    _tell(index, outcomes, runs)
+    _tell(index, outcomes, runs, padded)
 
 
 @app.command()
@@ -135,11 +138,23 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
     for name in [gpu] if gpu else recorded:
         folder = paths.REPORTS / name
         outcomes = [_execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)]
-        releases = [path for gpu, path in answers.recorded("releases").items() if gpu == name]
+        padded, releases = ([path for gpu, path in answers.recorded(grid).items() if gpu == name]
+                            for grid in ("padding", "releases"))  # fmt: skip
+        padded = _null_block(padded, folder, outcomes, live="no")
         outcomes += _by_release(releases, folder)
         outcomes.append(_execute("06_timers", {"run": _from_root(recorded[name]), "live": "no"}, folder))
         pages.figure(folder, recorded[name])
-        _tell(pages.report(folder, outcomes, [recorded[name]], releases), outcomes, [recorded[name]])
+        index = pages.report(folder, outcomes, [recorded[name]], releases, padded)
+        _tell(index, outcomes, [recorded[name]], padded)
+
+
+def _null_block(runs: list[Path], folder: Path, outcomes: list, **values: object) -> list[Path]:
+    """04_null_block on runs of grid `padding`, or on none. Returns them with what it measured itself."""
+    made = paths.LOCAL / "padding"
+    before = {*made.glob("*.parquet")}
+    given = {"runs": [_from_root(path) for path in runs] or "newest"}
+    outcomes.append(_execute("04_null_block", given | values, folder))
+    return [*sorted({*made.glob("*.parquet")} - before), *runs]
 
 
 def _by_release(runs: list[Path], folder: Path) -> list[Outcome]:
@@ -147,14 +162,16 @@ def _by_release(runs: list[Path], folder: Path) -> list[Outcome]:
     return [_execute("05_releases", {"runs": [_from_root(path) for path in runs]}, folder)] if runs else []
 
 
-def _tell(index: Path, outcomes: list, runs: list[Path]) -> None:
+def _tell(index: Path, outcomes: list, runs: list[Path], padded: list[Path]) -> None:
     """Print the verdicts, what failed, and where the report is. Exit code 1 where a notebook failed."""
-    from kvnb.report import answers
+    from kvnb.report import answers, null_block
 
     for path in runs:
         run = answers.load(path)
         told = [] if paths.RECORDED in path.resolve().parents else answers.sentences(run)  # of this machine's run only
         print("", answers.headline(run), *(f"  - {sentence}" for sentence in told), sep="\n")
+    for decision in null_block.decisions(padded):
+        print("", null_block.ASKED, *(f"  - {question}: {told}" for question, told in decision), sep="\n")
     failed = [outcome for outcome in outcomes if outcome.failure]
     for outcome in failed:
         print(f"\n{outcome.name} failed:", *outcome.failure, sep="\n  ", file=sys.stderr)
@@ -218,6 +235,8 @@ def releases(
     from kvnb.copies import releases as shipped
 
     with refusing():
+        if arch and not versions and not wheel:
+            raise ValueError("arch: goes with a version or a wheel; without any of these, what is cached is listed")
         for release in shipped.fetch(versions or [], arch, wheel) if versions or wheel else shipped.cached():
             print(shipped.line(release))
     if not shipped.cached():

@@ -123,7 +123,8 @@ def read(path: Path) -> pa.Table:
     try:
         table = pq.read_table(path, partitioning=None)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise RunFileError(f"{path} is not a complete parquet file ({error}); delete it and measure again") from error
+        advice = "give a run file, or, if a run left it so, delete it and measure again"
+        raise RunFileError(f"{path} is not a complete run file ({error}): {advice}") from error
     if table.schema.names == [name for name in SCHEMA.names if name != "padded"]:
         table = _from_version_1(table)
     if table.schema.names != SCHEMA.names:

@@ -28,7 +28,9 @@ import sys
 import tempfile
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -61,6 +63,8 @@ FAMILIES = {  # codes of the parameters that follow key, value, key_cache, value
     "llllliiiPKfS_i": "block page head key value num_heads head_size block_size scales scales scales_stride",
 }  # block, page, head: strides of the caches; key, value: of a token
 NUMPY = {"i": "int32", "l": "int64", "f": "float32"}  # pointers go as Python ints
+VERSION = re.compile(r"\d+(\.\d+){2}(\.post\d+)?")  # whole: pip takes 0.33 and v0.33.0 for 0.33.0, too
+CUDA_CORE = "0.5.0"  # the first whose cuda.core holds Device: before, all lay in cuda.core.experimental
 ROW_PER_SLOT, VECTORS = (0, 6, 6), (0, 10, 1)  # first releases to launch a block per slot; to store 16 bytes at a time
 
 
@@ -181,8 +185,15 @@ def describe(cubin: bytes) -> dict:
 
 def open_wheel(wheel: Path) -> tuple[dict, str, bytes]:
     """(version and required torch, name of the library that holds the kernel, the library) of a vLLM wheel."""
-    if not zipfile.is_zipfile(wheel):
-        raise ValueError(f"wheel: {wheel} is not there, or not a wheel")
+    if not wheel.is_file():
+        raise ValueError(f"wheel: there is no file {wheel}")
+    try:
+        return _library_in(wheel)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"wheel: {wheel.name} is not a whole wheel ({error}): fetch it again") from error
+
+
+def _library_in(wheel: Path) -> tuple[dict, str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         told = next((archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")), "")
@@ -205,7 +216,7 @@ class Release:
     """A cached release: its folder `<version>-<arch>`, what release.json says, and what is wrong with it, if anything.
 
     release.json holds version, arch, torch (as the wheel requires it), family, symbols and registers by dtype,
-    default (layout, source, backend, note), source, from (file -> sha256: wheel, library), sha256 (of the folder).
+    from (file -> sha256: wheel, library), sha256 (file -> sha256: those of the folder).
     """
 
     folder: Path
@@ -245,6 +256,18 @@ def cached() -> list[Release]:
     return sorted(found, key=lambda release: (numbers(release.version), release.arch))
 
 
+@contextmanager
+def within() -> Iterator[Path]:
+    """A folder in the cache, for a while. Raises ValueError where it, or what is done in it, cannot be written."""
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=FOLDER) as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"cannot write {FOLDER} ({why}): set KVNB_CACHE to a folder that can be") from error
+
+
 def keep(wheel: Path, arch: str, wanted: str = "") -> Release:
     """Put a wheel's kernel for `arch`, and its library where torch can load it, into the cache: all of it, or nothing.
 
@@ -257,22 +280,18 @@ def keep(wheel: Path, arch: str, wanted: str = "") -> Release:
     facts = told | {"arch": arch} | describe(files["kernel.cubin"])
     if "stable" in name and b"reshape_and_cache_flash(Tensor" in library:
         files["library.so.xz"] = lzma.compress(thinned(library, arch))
-    if call := DEFAULT_CALLS.get(told["version"]):
-        facts["default"] = call._asdict()
-    facts["source"] = f"https://github.com/vllm-project/vllm/tree/v{told['version']}"
     with wheel.open("rb") as file:
         facts["from"] = {wheel.name: hashlib.file_digest(file, "sha256").hexdigest()}
     facts["from"][name] = hashlib.sha256(library).hexdigest()
     facts["sha256"] = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     files["release.json"] = (json.dumps(facts, indent=1) + "\n").encode()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=FOLDER) as scratch:
-        fresh, target = Path(scratch) / "entry", FOLDER / f"{told['version']}-{arch}"
+    with within() as scratch:
+        fresh, target = scratch / "entry", FOLDER / f"{told['version']}-{arch}"
         fresh.mkdir()
         for name, content in files.items():
             (fresh / name).write_bytes(content)
         if target.exists():
-            target.rename(Path(scratch) / "old")
+            target.rename(scratch / "old")
         fresh.rename(target)
     return Release(target, facts)
 
@@ -280,26 +299,52 @@ def keep(wheel: Path, arch: str, wanted: str = "") -> Release:
 def fetch(versions: list[str], arch: str | None, wheel: Path | None = None) -> Iterator[Release]:
     """Cache releases for `arch` (None: this GPU's), one after another, from PyPI or a wheel on disk.
 
-    What is cached and whole stays. Raises ValueError, with what to do, where a release cannot be had.
+    What is cached and whole stays. Raises ValueError, with what to do, where a release cannot be had; of several, at
+    the end, the others being cached and each error told on stderr.
     """
     arch = arch or this_arch()
     if not re.fullmatch(r"sm_\d+", arch):
         raise ValueError(f"arch: {arch!r} is not like sm_90")
+    if odd := [version for version in versions if not VERSION.fullmatch(version)]:
+        raise ValueError(f"versions: {', '.join(odd)}: not of the form X.Y.Z or X.Y.Z.postN, such as 0.6.6.post1")
     if wheel and len(versions) > 1:
         raise ValueError("wheel: holds one version, and several are named")
     if wheel:
         yield keep(wheel, arch, *versions)
         return
-    for version in versions:
-        there = next((r for r in cached() if (r.version, r.arch) == (version, arch) and not r.damage), None)
+    found, failed = {version: _whole(version, arch) for version in versions}, []
+    if None in found.values():
+        with within():  # before minutes of downloads
+            pass
+    for version, release in found.items():
         try:
-            for name in there.facts["sha256"] if there else ():
-                there.read(name)
-        except ValueError as damage:
-            print(f"kvnb: {damage}: doing so", file=sys.stderr)
-            there = None
-        with tempfile.TemporaryDirectory() as scratch:
-            yield there or keep(download(version, Path(scratch)), arch, version)
+            release = release or _fetched(version, arch)
+        except ValueError as error:
+            if len(found) == 1:
+                raise
+            print(f"kvnb: {error}", file=sys.stderr)
+            failed.append(version)
+        else:
+            yield release
+    if failed:
+        raise ValueError(f"not cached: {', '.join(failed)}")
+
+
+def _whole(version: str, arch: str) -> Release | None:
+    """What is cached of a release; None where that is nothing, or, said on stderr, where it is damaged."""
+    there = next((r for r in cached() if (r.version, r.arch) == (version, arch) and not r.damage), None)
+    try:
+        for name in there.facts["sha256"] if there else ():
+            there.read(name)
+    except ValueError as damage:
+        print(f"kvnb: {damage}: doing so", file=sys.stderr)
+        return None
+    return there
+
+
+def _fetched(version: str, arch: str) -> Release:
+    with tempfile.TemporaryDirectory() as scratch:
+        return keep(download(version, Path(scratch)), arch, version)
 
 
 def download(version: str, folder: Path) -> Path:
@@ -311,9 +356,22 @@ def download(version: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, f"vllm=={version}"]
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        why = "no connection to the index" if "connection" in done.stderr.lower() else done.stderr.splitlines()[-1]
+        why = _reason(done.stderr)
         raise ValueError(f"no wheel of vllm=={version} ({why}); one on disk: kvnb releases --wheel FILE")
     return next(folder.glob("*.whl"))
+
+
+def _reason(said: str) -> str:
+    """Why pip failed: its last line of ERROR, or the last of all, as that of a traceback is.
+
+    An index that it cannot reach is, to pip, one that has no version.
+    """
+    lines = [line for line in said.splitlines() if line.strip()] or ["pip does not say why"]
+    errors = [line for line in lines if line.startswith("ERROR: ")]
+    if not errors or errors[-1] == "ERROR: Exception:":
+        return lines[-1]
+    none = "No matching distribution" in errors[-1] and any("(from versions: none)" in line for line in errors)
+    return "no connection to an index that has vllm" if none else errors[-1]
 
 
 def this_arch() -> str:
@@ -330,7 +388,7 @@ def line(release: Release) -> str:
         return release.damage
     size = sum(path.stat().st_size for path in release.folder.iterdir()) / 1e6
     facts = release.facts
-    layout = facts.get("default", {}).get("layout", "?")
+    layout = DEFAULT_CALLS[release.version].layout if release.version in DEFAULT_CALLS else "?"
     return (
         f"vllm=={release.version:12} {release.arch:6} {facts['registers'].get('bfloat16', 0):3} registers  {layout:6} "
         f"{size:5.1f} MB: {', '.join(facts['sha256'])}"
@@ -456,6 +514,16 @@ def _for_this_gpu(releases: list[Release]) -> Release:
     return best
 
 
+def _cuda_core_lacks() -> str | None:
+    try:
+        found = metadata.version("cuda-core")
+    except metadata.PackageNotFoundError:
+        return "cuda-core is not installed"
+    if numbers(found) < numbers(CUDA_CORE):
+        return f"cuda-core {found} has no cuda.core.Device: {CUDA_CORE} or later is needed"
+    return None
+
+
 def copy_of(name: str, releases: list[Release], own_op: bool) -> Copy:
     """The copy that a version's releases, one per arch, make: its op, or its cubin."""
     version = releases[0].version
@@ -475,8 +543,7 @@ def copy_of(name: str, releases: list[Release], own_op: bool) -> Copy:
             return f"has no instance for {case.dtype}"
         if why and timer in ("host", "eager"):
             return f"{why}: the host's part of a launch is kvnb's, not vLLM's"
-        has_core = find_spec("cuda") and find_spec("cuda.core")  # a package is looked for in its parent
-        return "cuda-core is not installed" if why and not has_core else None
+        return _cuda_core_lacks() if why else None
 
     bind.__doc__ = f"vLLM {version}'s {'own op, from the library' if own_op else 'kernel, as compiled'} in its wheel"
     files = (release.folder / "release.json" for release in releases)  # holds the hashes of all else

@@ -17,6 +17,7 @@ import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import results, stats
+from kvnb.copies.releases import numbers as age
 from kvnb.problem.case import GIB, ITEMSIZE
 from kvnb.problem.models import MODELS
 from kvnb.problem.slots import POLICIES
@@ -171,11 +172,6 @@ def release(copy: str) -> str:
     """The version in `vllm==X`; empty for other copies and for `vllm==X.cubin`, which stands beside its op."""
     found = re.fullmatch(r"vllm==(\d[\w.]*)", copy)
     return found[1] if found and not copy.endswith(".cubin") else ""
-
-
-def age(copy: str) -> tuple[int, ...]:
-    """The numbers in a release's version, to sort by."""
-    return tuple(map(int, re.findall(r"\d+", copy)))
 
 
 def times(ratio: float) -> str:

@@ -156,7 +156,7 @@ def test_a_file_of_another_kind_is_refused(path):
     path.parent.mkdir()
     path.write_text("not parquet")
     with pytest.raises(
-        RunFileError, match=r"run\.parquet is not a complete parquet file .*delete it and measure again"
+        RunFileError, match=r"run\.parquet is not a complete run file .*give a run file, or, if a run left it so, delete it and measure again"
     ):
         results.read(path)
 
@@ -164,7 +164,7 @@ def test_a_file_of_another_kind_is_refused(path):
 def test_a_truncated_file_is_refused(path):
     results.write([row()] * 100, path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RunFileError, match="not a complete parquet file"):
+    with pytest.raises(RunFileError, match="not a complete run file"):
         results.load(path)
 
 

@@ -286,7 +286,7 @@ def test_a_complete_run_is_returned_as_it_is(cut_off, monkeypatch, no_process):
 def test_a_file_that_is_no_run_is_not_taken_for_one(tmp_path, no_process):
     path = tmp_path / "r.parquet"
     path.write_bytes(b"PAR1")
-    with pytest.raises(results.RunFileError, match="r.parquet is not a complete parquet file"):
+    with pytest.raises(results.RunFileError, match="r.parquet is not a complete run file"):
         kvnb.measure(**ASKED, path=path)
 
 

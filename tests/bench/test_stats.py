@@ -195,6 +195,14 @@ def test_an_interval_covers_the_true_median_about_as_often_as_it_says():
     assert covered >= 25
 
 
+def test_an_interval_ends_where_the_binomial_distribution_has_it():
+    """The median of 1,001 drawn ranks lies 1.96 * sqrt(1001) / 2 = 31 ranks from the middle; 90 % of it within 26."""
+    rounds = pd.DataFrame({"place": 0, "worker": 0, "round": range(1001), "seconds": np.arange(1001.0)})
+    [row] = stats.intervals(rounds, ["place"], "seconds").to_dict("records")
+    assert row["median"] == 500
+    assert [500 - row["low"], row["high"] - 500] == pytest.approx([31, 31], abs=2.4)
+
+
 # ------------------------------------------------------------------------------------------------------------- cells
 
 

@@ -163,6 +163,8 @@ def test_the_page_table_lasts_and_a_step_makes_int32_once(monkeypatch):
     assert all(a is b for a, b in zip(first[4:8], second[4:8]))  # caches and page table
     assert all(a is b for a, b in zip(first[2:8], again[2:8]))  # and the step's arrays, for every layer
     assert torch.equal(second[3], made.slots[1].int()) and not second[2].any()
+    table = [list(range(CASE.num_blocks)), [0, CASE.num_blocks], [CASE.block_size]]  # every page, of one request, full
+    assert [part.tolist() for part in first[5:8]] == table
     assert PEERS["flashinfer"].steps(CASE, "null_slot") and not PEERS["sglang"].steps(CASE, "null_slot")
 
 

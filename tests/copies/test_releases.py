@@ -37,6 +37,7 @@ REAL = {  # bfloat16 kernels of the nine wheels, as their cubins name them
 SIX, EIGHT, TEN, ELEVEN = releases.FAMILIES
 FAMILY_OF = dict(zip(REAL, (SIX, EIGHT, TEN, TEN, TEN, TEN, ELEVEN, ELEVEN, ELEVEN), strict=True))
 ARCHS = ("sm_80", "sm_90")
+CACHE = releases.FOLDER  # the reader's own
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,16 @@ def test_every_documented_release_has_its_call_and_registers():
     assert set(releases.DEFAULT_CALLS) == set(releases.REGISTERS) == set(REAL)
     assert [releases.DEFAULT_CALLS[version].layout for version in ("0.17.0", "0.33.0")] == ["NHD", "packed"]
     assert sorted(REAL, key=releases.numbers) == list(REAL)
+
+
+def test_documented_registers_are_those_of_the_cache(monkeypatch):
+    monkeypatch.setattr(releases, "FOLDER", CACHE)
+    there = {r.version: r.facts["registers"] for r in releases.cached() if r.arch == "sm_90" and not r.damage}
+    if not (known := {version for version in there if version in releases.REGISTERS}):
+        pytest.skip("no documented release is cached for sm_90: kvnb releases 0.4.2 --arch sm_90")
+    assert {version: there[version]["bfloat16"] for version in known} == {
+        version: releases.REGISTERS[version] for version in known
+    }
 
 
 # The parameters of each family's kernel as its source has them, and what it writes: the packing is held against this.
@@ -211,6 +222,19 @@ def test_the_cubin_is_launched_with_what_its_family_takes(version, layout, folde
     assert (first.rows, first.threads, first.stream) == (1, 24, "stream 7")  # loads the code before a capture
     assert [launch.rows for launch in others] == [9, 9]
     assert {launch.kernel.symbol for launch in fake_cuda} == {REAL[version]}
+
+
+@pytest.mark.parametrize("version", ["0.4.2", "0.6.6.post1", "0.10.0", "0.33.0"])
+def test_keys_and_values_may_lie_at_strides_of_their_own(version, folder, fake_cuda):
+    import torch
+
+    inputs = inputs_of.make(Case(9, 3, 8, block_size=4, cache_bytes=1 << 14), "cpu")
+    apart = torch.cat([inputs.values[0]] * 2, dim=1)[:, :3]
+    assert apart.stride(0) == 2 * inputs.keys[0].stride(0)
+    expected = Expectation(inputs)
+    releases._bind_cubin(cache_of(folder, version), inputs)(inputs.slots[0])(inputs.keys[0], apart)
+    expected.apply([(inputs.keys[0], inputs.values[0], inputs.slots[0])])
+    expected.compare()
 
 
 @pytest.mark.parametrize(("version", "rows"), [("0.4.2", 9), ("0.6.6.post1", 5), ("0.33.0", 5)])
@@ -322,13 +346,17 @@ def run(*arguments):
     [
         (["0.4.2", "--arch", "90"], "arch: '90' is not like sm_90"),
         (["0.4.2", "0.8.5", "--arch", "sm_90", "--wheel", "w.whl"], "wheel: holds one version, and several are named"),
-        (["--arch", "sm_90", "--wheel", "w.whl"], "wheel: w.whl is not there, or not a wheel"),
+        (["--arch", "sm_90", "--wheel", "w.whl"], "wheel: there is no file w.whl"),
+        (["--arch", "sm_90"], "arch: goes with a version or a wheel; without any of these, what is cached is listed"),
+        (["v0.4.2", "0.8.5", "0.33", "--arch", "sm_90"], "v0.4.2, 0.33: not of the form X.Y.Z or X.Y.Z.postN"),
+        *(([odd, "--arch", "sm_90"], f"versions: {odd}: not of the form") for odd in ("0.4.2.0", "0.4.2rc1", "4", "a")),
     ],
 )
-def test_wrong_words_are_refused(arguments, told, folder):
+def test_wrong_words_are_refused_before_anything(arguments, told, folder, monkeypatch):
+    commands = fake_pip(monkeypatch, None)
     result = run(*arguments)
     assert (result.exit_code, told in result.output) == (2, True), result.output
-    assert not folder.exists()
+    assert not folder.exists() and not commands
 
 
 def test_without_a_gpu_the_arch_has_to_be_named(monkeypatch):
@@ -364,18 +392,74 @@ def fake_pip(monkeypatch, source: Path | None, said: str = "") -> list:
     return commands
 
 
-def test_no_network_names_the_version_and_the_way_out(monkeypatch, folder):
-    missing = "ERROR: No matching distribution found for vllm==0.8.5"
-    for said, why in (
-        (f"WARNING: Retrying after connection broken by NewConnectionError\n{missing}\n", "no connection to the index"),
-        (f"ERROR: Could not find a version\n{missing}\n", missing),
+RETRY = "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError(...)': /simple/vllm/\n"
+MISSING = "ERROR: No matching distribution found for vllm==0.8.5"
+FOUND = "ERROR: Could not find a version that satisfies the requirement vllm==0.8.5 (from versions: {})\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (RETRY + FOUND.format("none") + MISSING, "no connection to an index that has vllm"),
+        (RETRY + FOUND.format("0.8.4, 0.9.0") + MISSING + "\n\n", MISSING),  # the second try was answered
+        (RETRY + "ERROR: Exception:\nTraceback ...\nConnectionError: Max retries\n", "ConnectionError: Max retries"),
+        ("ERROR: OSError: [Errno 28] No space left\nWARNING: a connection", "ERROR: OSError: [Errno 28] No space left"),
         ("python: No module named pip\n", "python: No module named pip"),
-    ):
-        fake_pip(monkeypatch, None, said)
-        result = run("0.8.5", "--arch", "sm_90")
-        assert result.exit_code == 2
-        assert f"no wheel of vllm==0.8.5 ({why}); one on disk: kvnb releases --wheel FILE" in result.output
-        assert not folder.exists()
+        ("", "pip does not say why"),
+    ],
+)  # fmt: skip
+def test_a_failed_download_names_the_version_pips_reason_and_the_way_out(said, why, monkeypatch, folder):
+    fake_pip(monkeypatch, None, said)
+    result = run("0.8.5", "--arch", "sm_90")
+    assert result.exit_code == 2
+    assert f"kvnb: no wheel of vllm==0.8.5 ({why}); one on disk: kvnb releases --wheel FILE\n" == result.stderr
+    assert not list(folder.iterdir())
+
+
+def test_a_release_that_fails_keeps_no_other_from_the_cache(monkeypatch, shipped, folder, tmp_path):
+    fake_pip(monkeypatch, wheel(tmp_path, shipped))
+    result = run("0.99.0", "0.99.1", "0.99.2", "--arch", "sm_90")
+    assert (result.exit_code, [release.version for release in releases.cached()]) == (2, ["0.99.1"])
+    assert result.stdout.startswith("vllm==0.99.1 ") and result.stderr.splitlines() == [
+        *(f"kvnb: wheel: vllm-0.99.1-cp38-abi3-manylinux1_x86_64.whl is 0.99.1, not {v}" for v in ("0.99.0", "0.99.2")),
+        "kvnb: not cached: 0.99.0, 0.99.2",
+    ]
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_any_download(monkeypatch, shipped, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(releases, "FOLDER", tmp_path / "file" / "releases")
+    commands = fake_pip(monkeypatch, wheel(tmp_path, shipped))
+    for arguments in (["0.4.2", "0.8.5"], ["--wheel", wheel(tmp_path, shipped)]):
+        result = run(*arguments, "--arch", "sm_90")
+        assert (result.exit_code, result.stderr) == (2, (
+            f"kvnb: cannot write {releases.FOLDER} (Not a directory): set KVNB_CACHE to a folder that can be\n"
+        )), result.output  # fmt: skip
+    assert not commands
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(monkeypatch, shipped, folder, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    path = wheel(tmp_path, shipped)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"cannot write .*releases \(No space left on device\): set KVNB_CACHE to"):
+        releases.keep(path, "sm_90")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("harm", ["cut", "bytes", "text"])
+def test_a_damaged_wheel_is_to_be_fetched_again(harm, shipped, folder, tmp_path):
+    path = wheel(tmp_path, shipped)
+    whole, middle = path.read_bytes(), path.stat().st_size // 2
+    assert shipped[:100] in whole, "stored, not packed: a changed byte is a wrong checksum"
+    harmed = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    path.write_bytes({"cut": whole[:-100], "bytes": harmed, "text": b"Not found"}[harm])
+    result = run("--wheel", path, "--arch", "sm_90")
+    why = {"cut": "File is not a zip file", "text": "File is not a zip file"}.get(harm, "Bad CRC-32 for file")
+    assert result.exit_code == 2 and result.stderr.startswith(f"kvnb: wheel: {path.name} is not a whole wheel ({why}")
+    assert result.stderr.endswith("): fetch it again\n") and not folder.exists()
 
 
 def test_what_is_cached_and_whole_is_not_fetched_again(monkeypatch, shipped, folder, tmp_path):
@@ -426,12 +510,12 @@ def test_the_list_says_what_is_cached(folder, shipped, tmp_path):
 @pytest.fixture
 def gpu(monkeypatch):
     """torch.cuda as on a GPU of some capability, with cuda-core there."""
+    real = releases.metadata.version
 
     def pretend(capability=(9, 0), available=True):
         monkeypatch.setattr("torch.cuda.is_available", lambda: available)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: capability)
-        real = releases.find_spec
-        monkeypatch.setattr(releases, "find_spec", lambda name: name.startswith("cuda") or real(name))
+        monkeypatch.setattr(releases.metadata, "version", lambda name: "1.2.2" if name == "cuda-core" else real(name))
 
     pretend()
     return pretend
@@ -489,6 +573,27 @@ def test_a_gpu_runs_the_code_of_its_own_generation(capability, archs, told, fold
     assert got is None if told is None else told in got
     gpu(available=False)
     assert reason("0.4.2") == "needs a CUDA GPU"
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ("0.5.0", None),
+        ("0.4.2", "cuda-core 0.4.2 has no cuda.core.Device: 0.5.0 or later is needed"),
+        (None, "cuda-core is not installed"),
+    ],
+)
+def test_a_cuda_core_that_cannot_launch_is_the_reason(found, told, folder, gpu, monkeypatch):
+    cache_of(folder, "0.4.2")
+
+    def version(name):
+        assert name == "cuda-core"
+        if found is None:
+            raise releases.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(releases.metadata, "version", version)
+    assert reason("0.4.2") == told
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '"x"', "{}", None])

@@ -85,6 +85,17 @@ def test_percent_of_the_limit_is_of_the_faster_contiguous_copy(found, gpu, low, 
     assert (row["measured"], row["cells"]) == (pytest.approx(here.min()), len(here))
 
 
+@pytest.mark.parametrize(("moved", "name"), [(128e6, "128 MB and more"), (32e6, "32 to 128 MB"), (32e6 - 1, "")])
+def test_a_range_of_sizes_holds_its_lower_end_and_not_its_upper(moved, name):
+    run = fixture_runs._Run("edge", fixture_runs.H200)
+    for copy, family in (("kvnb", "kernel"), ("limit.copy", "limit")):
+        run.timed(Case(4096, cache_bytes=1 << 30), copy, family, "graph", 1e-5)
+    table = goals.table([answers.Run(run.samples().assign(bytes_moved=int(moved)))])
+    assert [row.goal for row in table.itertuples() if "limit.copy, " in row.goal and row.cells] == (
+        [f"kvnb, percent of limit.copy, {name}, NHD"] if name else []
+    )
+
+
 def test_one_token_is_microseconds_above_the_empty_launch_at_most(found, gpu):
     wide = seconds(gpu)
     for a, b in (("kvnb", "limit.launch"), ("kvnb.dependent", "limit.launch.dependent")):
