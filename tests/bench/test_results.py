@@ -156,7 +156,7 @@ def test_a_file_of_another_kind_is_refused(path):
     path.parent.mkdir()
     path.write_text("not parquet")
     with pytest.raises(
-        RunFileError, match=r"run\.parquet is not a complete run file .*give a run file, or, .* delete it and measure again"
+        RunFileError, match=r"run\.parquet is not a complete run file .*give a run file, or, .* measure again"
     ):
         results.read(path)
 
