@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -198,9 +197,9 @@ def record(values: dict) -> None:
             raise ValueError("device: a record is a GPU's, and this one is a CPU; `kvnb measure` writes to data/local")
     if facts["dirty"]:
         print("kvnb: kvnb/ or csrc/ have uncommitted changes, and the record will say so", file=sys.stderr)
-    commit = facts["kvnb_commit"].removeprefix("tree-")[:7]
-    name = _name(values, f"{facts['utc'][:10]}_{values['grid']}_{commit}")
-    _measure(values, paths.RECORDED / gpu_folder(facts["gpu"]) / f"{name}.parquet")
+    standard = paths.record(values["grid"], facts)
+    name = _name(values, standard.stem)
+    _measure(values, standard.with_name(f"{name}.parquet"))
 
 
 def _measure(values: dict, path: Path | None = None) -> None:
@@ -241,8 +240,3 @@ def releases(
             print(shipped.line(release))
     if not shipped.cached():
         print(f"no release is cached in {shipped.FOLDER}; for one: kvnb releases 0.33.0 --arch sm_90")
-
-
-def gpu_folder(gpu: str) -> str:
-    """A GPU's name as the folder of its records: "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" is rtx-4090."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\b(nvidia|geforce|tesla)\b", "", gpu.lower())).strip("-")

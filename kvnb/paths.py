@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -15,3 +16,14 @@ LOCAL = DATA / "local"
 RECORDED = DATA / "recorded"
 REPORTS = ROOT / "reports"
 CACHE = Path(os.environ.get("KVNB_CACHE") or user_cache_path("kvnb"))
+
+
+def record(name: str, machine: dict) -> Path:
+    """`data/recorded/<gpu>/<date>_<name>_<sha7>.parquet` of a machine as machine.describe has it."""
+    commit = machine["kvnb_commit"].removeprefix("tree-")[:7]
+    return RECORDED / gpu_folder(machine["gpu"]) / f"{machine['utc'][:10]}_{name}_{commit}.parquet"
+
+
+def gpu_folder(gpu: str) -> str:
+    """A GPU's name as the folder of its records: "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" is rtx-4090."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\b(nvidia|geforce|tesla)\b", "", gpu.lower())).strip("-")

@@ -65,7 +65,7 @@ def test_an_unknown_option_is_refused():
     ],
 )
 def test_gpu_folder(gpu, folder):
-    assert cli.gpu_folder(gpu) == folder
+    assert paths.gpu_folder(gpu) == folder
 
 
 def test_importing_kvnb_loads_nothing_heavy():

@@ -1,7 +1,9 @@
 """Can the timers be believed? Claims about them, each held against a witness: rows of one table.
 
 `from_run` takes what a run file shows and `from_counters` what ncu counted, without a GPU. `live` measures the rest on
-a GPU in a few minutes; `record` saves that with its provenance, so that it can be shown anywhere.
+a GPU in a few minutes; `record` saves that with its provenance, so that it can be shown anywhere:
+
+    python -m kvnb.bench.witness record
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from tqdm import tqdm
 
 from kvnb import machine, paths
 from kvnb.bench import counters, stats, timing
 from kvnb.bench.timing import Bench, Cell, EagerTimed, GraphTimed, Plan, Stage
-from kvnb.copies import REGISTRY
+from kvnb.copies import REGISTRY, releases
 from kvnb.problem.case import CASE_FIELDS, Case
 
 COLUMNS = "claim timer state case copy ours witness unit difference sense bound holds detail".split()
@@ -37,8 +39,9 @@ STATES_BY_SPEED = (("resident", "DRAM", "at least", 0.0), ("produced", "DRAM", "
                    ("produced", "resident", "at most", 0.0), ("cold", "DRAM", "at most", WITHIN))  # fmt: skip
 CLAIMS = {
     "noise floor": f"a copy against itself, under another name, differs by at most {stats.WIDEST_SAME:.0%}",
-    "two processes": f"their medians lie within {ALIKE:.0%} of each other in {OF_CELLS:.0%} of cells",
-    "profiler": f"from 10 us on, `graph`, and `call` less an event pair, are within {WITHIN:.0%} of the profiler",
+    "two processes": f"their medians of `graph` lie within {ALIKE:.0%} of each other in {OF_CELLS:.0%} of cells",
+    "profiler": f"from 10 us on, `graph`, and `call` less an event pair, are within {WITHIN:.0%} of what the profiler "
+    "saw from the first begin to the last end",
     "states by speed": "in a chain, `resident` and `produced` outrun DRAM, `produced` not `resident`, `cold` not DRAM",
     "states by DRAM bytes": f"in a chain, DRAM sees a call's bytes where its state says so, else at most {LEFT:.0%}",
     "empty event pair": "what two events with nothing between them cost",
@@ -54,7 +57,7 @@ INCLUDES = pd.DataFrame(
         ("host", "yes", "not waited for", "no", FEW, f"{timing.BATCH_CALLS} calls / {timing.BATCH_CALLS}"),
         ("eager", "yes", "where the host is slower", "yes", FEW, "N calls and one wait, / N"),
         ("wall", "yes (CPU)", "none", "yes", FEW, "N calls / N"),
-        ("profiler", "no", "no", "as the timer's", "as the timer's", "begin to end of kernels"),
+        ("profiler", "no", "between nodes", "as the timer's", "as the timer's", "first begin to last end, / K"),
         ("a wait per call", "yes, and waking up", "yes", "yes", "one set: in L2", f"mean of {LOOP} calls"),
         ("nvbench, cold", "no: full queue", PAIR, "some of the flush's", "a flush by writing", "one call"),
     ],
@@ -62,7 +65,8 @@ INCLUDES = pd.DataFrame(
 )
 
 CASES = (*map(Case, (1, 256, 4096, 16384, 65536)), Case(16384, layout="packed"))  # 8 x 128 bf16
-COPIES = ("limit.event", "kvnb", "vllm.scalar", "torch.index_put", "torch.index_copy_wide", "limit.copy")  # and vllm==X
+COPIES = ("limit.event", "kvnb", "vllm.scalar", "torch.index_put", "torch.index_copy_wide", "limit.copy")
+UNDER_NVBENCH, NVBENCH_SECONDS = ("kvnb", "torch.index_copy_wide", "limit.copy"), 300
 TIMINGS = (("graph", "produced"), ("call", "produced"), ("call", "cold"))
 
 
@@ -94,7 +98,10 @@ def from_run(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def processes(samples: pd.DataFrame) -> Iterator[dict]:
-    """Per timer and state, the share of cells in which two workers' medians agree, over all pairs of workers."""
+    """Per timer and state, the share of cells in which two workers' medians agree, over all pairs of workers.
+
+    Judged for `graph` alone: host timers depend on the process, and `call` on where its buffers lie.
+    """
     ok = samples[samples["status"] == "ok"]
     for (timer, state), some in ok.groupby(["timer", "state"]):
         cells = some.groupby(["copy", "policy", "part", *CASE_FIELDS, "worker"])["seconds"].median().unstack("worker")
@@ -102,8 +109,9 @@ def processes(samples: pd.DataFrame) -> Iterator[dict]:
             off, share = pd.concat(off), float((pd.concat(off) <= ALIKE).mean())
             longer = (off[off.index.isin(cells.index[cells.min(axis=1) >= FROM])] <= ALIKE).mean()
             detail = f"{len(cells)} cells, half within {off.median():.1%}; from 10 us on {longer:.1%} of cells"
-            yield row("two processes", share, nan, "at least", OF_CELLS, difference=share, unit="share", timer=timer,
-                      state=state, detail=detail)  # fmt: skip
+            bound = ("at least", OF_CELLS) if timer == "graph" else ()
+            yield row("two processes", share, nan, *bound, difference=share, unit="share", timer=timer, state=state,
+                      detail=detail)  # fmt: skip
 
 
 def states(cells: pd.DataFrame, l2_bytes: int, pairs: pd.Series) -> Iterator[dict]:
@@ -140,7 +148,8 @@ def from_counters(counted: pd.DataFrame) -> pd.DataFrame:
             ours, whole = at[f"dram_{way}"] / at["calls"], at["bytes_moved"] / 2
             bound = ("at least", 1 - LEFT) if seen else ("at most", LEFT)
             where = {name: at[name] for name in ("timer", "state", "case", "copy")}
-            detail = way if at["passes"] == 1 else f"{way}, in {at['passes']} passes: only the first found this state"
+            passes = "unknown" if isnan(at["passes"]) else f"{at['passes']:.0f}"
+            detail = way if at["passes"] == 1 else f"{way}; passes: {passes}, and only the first found this state"
             rows.append(row("states by DRAM bytes", ours, whole, *bound, difference=ours / whole, unit="B",
                             detail=detail, **where))  # fmt: skip
     return table(rows)
@@ -149,29 +158,68 @@ def from_counters(counted: pd.DataFrame) -> pd.DataFrame:
 # -- what needs a GPU
 
 
-def live(device: torch.device) -> pd.DataFrame:
-    """Timers against the profiler, a wait per call, and nvbench, on this GPU. What fails becomes a row that says so."""
-    device_events(lambda: None)  # only of graphs captured after its first use does the profiler know the nodes
-    bench, rows, cold = timing.Gpu(device), [], {}
-    copies = [REGISTRY[name] for name in (*COPIES, *(name for name in REGISTRY if name.startswith("vllm==")))]
-    for case in CASES:
+@torch.no_grad()  # as in timing.measure_case
+def live(device: torch.device, path: Path | None = None) -> pd.DataFrame:
+    """Timers against the profiler, a wait per call, and nvbench, on this GPU; kept at `path` after every case.
+
+    What fails becomes a row that says so. Where the GPU no longer answers, the table ends.
+    """
+    kept = counters.Record(COLUMNS, device, path)
+    todo = [case for case in CASES if not kept.holds(case=str(case))]
+    bench, names = timing.Gpu(device) if todo else None, counters.released()
+    newest = [name for name in names if releases.numbers(name[6:]) == releases.numbers(names[-1][6:])]  # op and cubin
+    for case in tqdm(todo, desc="timers", disable=path is None):
+        kept.add(list(of_case(bench, case, [REGISTRY[name] for name in (*COPIES, *newest)])))
+        if not responds(bench):
+            return kept.table()
+    waiting = [at for at in kept.rows if at["claim"] == "nvbench" and at["copy"]]
+    kept.rows = [at for at in kept.rows if at["claim"] != "nvbench"]
+    kept.add(nvbench(waiting, device))
+    if path:
+        kept.finish()
+    return kept.table()
+
+
+def of_case(bench: Bench, case: Case, copies: list) -> Iterator[dict]:
+    """Rows of every cell of a case. They end early, saying so, where the GPU no longer answers."""
+    known: dict[tuple[str, str, str], float] = {}  # copy, timer, state: seconds
+    try:
         cells, stage = cells_of(bench, case, copies)
-        known: dict[tuple[str, str, str], float] = {}  # copy, timer, state: seconds
-        for cell, plan in cells.items():
-            where = {"timer": cell.timer, "state": cell.state, "case": str(case), "copy": cell.copy.name}
-            try:
-                timed = (GraphTimed if cell.timer == "graph" else EagerTimed)(stage, cell, plan)
-                seconds = statistics.median(seconds for _ in range(VISITS) for seconds, _ in timed.visit())
-                known[cell.copy.name, cell.timer, cell.state] = seconds
-                rows += witnessed(timed, seconds, known, where)
-            except (RuntimeError, AssertionError) as error:  # AssertionError: the copy is wrong
-                rows.append(row("profiler", detail=f"failed: {str(error).partition(chr(10))[0]}", **where))
-        cold |= {(case, copy): s for (copy, *at), s in known.items() if at == ["call", "cold"] and copy in COPIES[1:]}
-    return table([*rows, *nvbench(cold, device)]).assign(**counters.provenance(device))
+    except Exception as error:  # noqa: BLE001  it costs this case, not the record
+        yield failed(bench, error, case=str(case))
+        return
+    for cell, plan in cells.items():
+        where = {"timer": cell.timer, "state": cell.state, "case": str(case), "copy": cell.copy.name}
+        try:
+            timed = (GraphTimed if cell.timer == "graph" else EagerTimed)(stage, cell, plan)
+            seconds = statistics.median(seconds for _ in range(VISITS) for seconds, _ in timed.visit())
+            known[cell.copy.name, cell.timer, cell.state] = seconds
+            yield from witnessed(timed, seconds, known, where)
+            if (cell.timer, cell.state) == ("call", "cold") and cell.copy.name in UNDER_NVBENCH:
+                yield row("nvbench", seconds, **where)  # its witness comes last: `nvbench`
+        except Exception as error:  # noqa: BLE001  whatever a copy, or the profiler, raises costs its own cell
+            yield failed(bench, error, **where)
+            if not responds(bench):
+                return
+
+
+def failed(bench: Bench, error: Exception, **where: str) -> dict:
+    said = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    lost = "" if responds(bench) else "; the GPU no longer answers, so what follows was not measured"
+    return row("profiler", detail=said + lost, **where)
+
+
+def responds(bench: Bench) -> bool:
+    try:
+        bench.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def cells_of(bench: Bench, case: Case, copies: list) -> tuple[dict[Cell, Plan], Stage]:
     """The cells that can be timed here, with their plans, and their stage; the clock is at rest."""
+    device_events(lambda: None)  # only of graphs captured after its first use does the profiler know the nodes
     cells = [Cell(copy, copy.policies[0], "write", *at) for copy in copies for at in TIMINGS]
     cells = [at for at in cells if not at.copy.reason_against(case, at.policy, at.timer, bench.device.type)]
     plans = {at: timing.plan(case, at.timer, at.state, bench.cache_bytes, timing.bytes_moved(at, case)) for at in cells}
@@ -186,9 +234,14 @@ def witnessed(timed: timing.Timed, seconds: float, known: dict, where: dict) -> 
     if where["copy"] == "limit.event":
         yield row("empty event pair", seconds, **where)
         return
-    graph, theirs = where["timer"] == "graph", (chain_seconds if where["timer"] == "graph" else call_seconds)(timed)
-    pair = 0.0 if graph else known.get(("limit.event", "call", where["state"]), nan)
-    sense, detail = "within" if seconds >= FROM else "", "" if graph else f"with the pair {seconds / theirs - 1:+.1%}"
+    if graph := where["timer"] == "graph":
+        theirs, alone = chain_seconds(timed)
+        pair, detail = 0.0, f"durations alone {alone * 1e6:.2f} us, {seconds / alone - 1:+.1%}"
+    else:
+        theirs = call_seconds(timed)
+        pair = known.get(("limit.event", "call", where["state"]), nan)
+        detail = f"with the pair {seconds / theirs - 1:+.1%}"
+    sense = "within" if seconds >= FROM else ""
     yield row("profiler", seconds - pair, theirs, sense, WITHIN, detail=detail, **where)
     chain = known.get((where["copy"], "graph", where["state"]))
     if not graph and chain is not None:
@@ -208,15 +261,19 @@ def device_events(act: Callable[[], object]) -> list[tuple[str, float, float]]:
     return sorted(((e.name, e.time_range.start / 1e6, e.time_range.end / 1e6) for e in ran), key=lambda e: e[1])
 
 
-def chain_seconds(timed: GraphTimed) -> float:
-    """Durations of the nodes of the very graph that is timed, per call. Raises RuntimeError where some are missing."""
+def chain_seconds(timed: GraphTimed) -> tuple[float, float]:
+    """Per call of the very graph that is timed: from the first begin to the last end, and the nodes' durations alone.
+
+    Raises RuntimeError where nodes are missing.
+    """
     for _ in range(2):  # as in a visit, the first replay is thrown away
         timed.refill()
         timed.bench.synchronize()
         events = device_events(timed.shorter.replay)
     if len(events) != timed.shorter.nodes:
         raise RuntimeError(f"the profiler saw {len(events)} of {timed.shorter.nodes} nodes")
-    return sum(end - begin for _, begin, end in events) / timed.plan.calls
+    span = max(end for *_, end in events) - events[0][1]
+    return span / timed.plan.calls, sum(end - begin for _, begin, end in events) / timed.plan.calls
 
 
 def call_seconds(timed: EagerTimed) -> float:
@@ -241,22 +298,27 @@ def waited(bench: Bench, act: Callable[[], object]) -> float:
     return (bench.now() - begin) / LOOP
 
 
-def nvbench(cold: dict[tuple[Case, str], float], device: torch.device) -> list[dict]:
-    """`call` cold against nvbench's, in a process of its own as nvbench runs once in one; or why there is none."""
+def nvbench(rows: list[dict], device: torch.device) -> list[dict]:
+    """`rows` (calls, cold) with nvbench's times, from a process of its own as it runs once in one; or why not."""
     if not machine.package_version("cuda-bench"):
         return [row("nvbench", detail="not measured: cuda-bench is not installed (pip install cuda-bench)")]
+    cases = {str(case): case.fields() for case in CASES}
+    calls = json.dumps([(at["copy"], cases[at["case"]]) for at in rows])
     with tempfile.TemporaryDirectory() as folder:
-        path, calls = Path(folder) / "nvbench.json", [(copy, case.fields()) for case, copy in cold]
-        child = [sys.executable, "-m", "kvnb.bench.witness", str(path), str(device.index or 0), json.dumps(calls)]
-        done = subprocess.run(child, cwd=paths.ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return [row("nvbench", detail=f"failed: {' '.join((done.stdout + done.stderr).split())[-200:]}")]
-        from cuda.bench.results import BenchmarkResult
+        path = Path(folder) / "nvbench.json"
+        child = [sys.executable, "-m", "kvnb.bench.witness", "serve", str(path), str(device.index or 0), calls]
+        try:
+            done = counters.run(child, NVBENCH_SECONDS)
+            if done.returncode:
+                return [row("nvbench", detail=f"failed: {' '.join((done.stdout + done.stderr).split())[-200:]}")]
+            from cuda.bench.results import BenchmarkResult
 
-        medians = BenchmarkResult.from_json(path).centers(statistics.median)  # benchmark: state: s, or None
-    theirs = [next(iter(medians[str(number)].values())) or nan for number in range(len(cold))]
-    return [row("nvbench", ours, its, timer="call", state="cold", case=str(case), copy=copy)
-            for ((case, copy), ours), its in zip(cold.items(), theirs)]  # fmt: skip
+            medians = BenchmarkResult.from_json(path).centers(statistics.median)  # benchmark: state: s, or None
+        except Exception as error:  # noqa: BLE001  TimeoutExpired, or a file of another form, costs this claim only
+            return [row("nvbench", detail=f"failed: {type(error).__name__}: {str(error)[:200]}")]
+    theirs = [next(iter(medians.get(str(number), {}).values()), None) or nan for number in range(len(rows))]
+    where = [{name: at[name] for name in ("timer", "state", "case", "copy")} for at in rows]
+    return [row("nvbench", at["ours"], its, **place) for at, its, place in zip(rows, theirs, where)]
 
 
 def _serve(path: str, index: str, calls: str) -> None:
@@ -269,6 +331,7 @@ def _serve(path: str, index: str, calls: str) -> None:
     bench.run_all_benchmarks(["kvnb", "--jsonbin", path, "--devices", index, "--timeout", "1", "--quiet"])
 
 
+@torch.no_grad()
 def _under_nvbench(gpu: timing.Gpu, copy, case: Case, state) -> None:
     plan = timing.plan(case, "call", "cold", gpu.cache_bytes)
     timed = EagerTimed(Stage(gpu, case, [plan]), Cell(copy, copy.policies[0], "write", "call", "cold"), plan)
@@ -287,9 +350,13 @@ def _under_nvbench(gpu: timing.Gpu, copy, case: Case, state) -> None:
 # -- kept and shown
 
 
-def record(path: str | Path, device: str = "auto") -> Path:
-    """`live`, saved to `path` with its provenance: `data/recorded/<gpu>/<date>_timers_<sha7>.parquet`, for one."""
-    return counters.save(live(machine.resolve_device(device)), path)
+def record(path: str | Path | None = None, device: str = "auto") -> Path:
+    """`live` into `path`, None: counters.recorded_path; a record that was cut off is gone on with. Returns the path.
+
+    Raises ValueError where the device is not there, or a partial record is of another machine, and counters.CutOff
+    where the GPU stopped answering: what there is stays, and the next call measures the cases that follow.
+    """
+    return counters.recorded("timers", live, path, device)
 
 
 def seen(device: str, choice: str, gpu: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -341,4 +408,4 @@ def _read(at: dict) -> dict:
 
 
 if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    counters.main(record, _serve)

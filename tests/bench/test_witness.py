@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pandas as pd
@@ -71,6 +73,14 @@ def test_two_processes_may_differ_in_one_cell_of_twenty(apart, holds):
     assert judged == holds
 
 
+@pytest.mark.parametrize(("timer", "judged"), [("graph", True), ("call", False), ("host", False), ("wall", False)])
+def test_two_processes_are_judged_by_graph_and_shown_for_the_others(timer, judged):
+    samples = run_of([("kvnb", Case(1 + n), timer, "produced", 20 * US) for n in range(40)], (1.0, 1.1))
+    rows = witness.from_run(samples)
+    [at] = rows[rows["claim"] == "two processes"].to_dict("records")
+    assert (at["ours"], not pd.isna(at["holds"]), at["sense"] != "") == (0.0, judged, judged)
+
+
 @pytest.mark.parametrize(("again", "holds"), [(1.09, True), (1.11, False)])
 def test_a_noise_floor_above_what_hides_everything_fails(again, holds):
     at = (Case(9), "graph", "cold")
@@ -133,6 +143,9 @@ def test_states_show_in_dram_bytes(state, read, written, holds):
     at = {"timer": "graph", "state": state, "case": "c", "copy": "limit.copy", "bytes_moved": 200, "passes": 1}
     counted = pd.DataFrame([at | {"calls": 7, "dram_read": 7.0 * read, "dram_written": 7.0 * written}])
     assert witness.from_counters(counted)["holds"].tolist() == holds
+    for passes, told in ((3.0, "3"), (float("nan"), "unknown")):
+        detail = witness.from_counters(counted.assign(passes=passes))["detail"].iloc[0]
+        assert detail == f"read; passes: {told}, and only the first found this state"
 
 
 # -------------------------------------------------------------------------------------------------- a profiler, a clock
@@ -180,9 +193,15 @@ def timed(gpu: FakeGpu, timer: str, copy: str = "torch.index_copy") -> timing.Ti
     return kind(timing.Stage(gpu, CASE, [plan]), at, plan)
 
 
-def test_a_chain_is_the_sum_of_its_nodes_and_a_call_spans_its_launches(gpu):
+def test_a_chain_and_a_call_span_their_launches(gpu):
     with gpu:
-        assert witness.chain_seconds(timed(gpu, "graph")) == pytest.approx(2 * 5 * US)  # K and V: two launches
+        made = timed(gpu, "graph")
+        nodes, calls = made.shorter.nodes, made.plan.calls
+        assert nodes == 2 * calls  # K and V: two launches
+        begun = len(gpu.log)
+        span, alone = witness.chain_seconds(made)
+        assert [what for what, _ in gpu.log[begun:] if what in ("copy_", "replay")] == ["copy_", "replay"] * 2
+        assert (span, alone) == pytest.approx(((nodes * 6 - 1) * US / calls, 2 * 5 * US))
         assert witness.call_seconds(timed(gpu, "call")) == pytest.approx(2 * 5 * US + US)
 
 
@@ -197,10 +216,10 @@ def test_a_profiler_that_misses_kernels_is_an_error(gpu, timer):
 
 @pytest.mark.parametrize(("theirs", "holds"), [(20.5 * US, True), (19.5 * US, True), (22 * US, False), (18e-6, False)])
 def test_graph_is_held_against_the_profiler_from_10_us_on(gpu, theirs, holds, monkeypatch):
-    monkeypatch.setattr(witness, "chain_seconds", lambda timed: theirs)
+    monkeypatch.setattr(witness, "chain_seconds", lambda timed: (theirs, 16 * US))
     where = {"timer": "graph", "state": "produced", "case": "c", "copy": "x"}
     [judged] = witness.witnessed(None, 20 * US, {}, where)
-    assert judged["holds"] is holds
+    assert judged["holds"] is holds and judged["detail"] == "durations alone 16.00 us, +25.0%"
     [short] = witness.witnessed(None, 9 * US, {}, where)
     assert short["holds"] is None
 
@@ -227,41 +246,131 @@ def test_a_wait_per_call_costs_a_launch_and_the_wait(gpu):
     assert 2 * kernel + HOST / 1e9 <= seconds < 2 * kernel + 3 * HOST / 1e9 < COLD / 1e9
 
 
-def test_live_is_a_table_of_every_claim_that_needs_a_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(witness, "CASES", (CASE,))
+class CudaError(Exception):
+    """cuda-core's own is no RuntimeError either."""
+
+
+@pytest.fixture
+def few(gpu, monkeypatch):
+    """`live` on two cases and two copies; `chain_seconds` raises what `gpu.errors` yields, if anything."""
+    monkeypatch.setattr(witness, "CASES", (CASE, replace(CASE, num_tokens=2)))
     monkeypatch.setattr(witness, "COPIES", ("torch.index_copy", "torch.index_put"))
+    monkeypatch.setattr(witness, "UNDER_NVBENCH", ("torch.index_put",))
     monkeypatch.setattr(witness.machine, "package_version", lambda name: "")
-    broken = iter([RuntimeError("no such kernel\nmore"), None])
+    gpu.errors = iter(())
 
     def chain_seconds(made):
-        if error := next(broken):
-            raise error
-        return 10 * US
+        assert not torch.is_grad_enabled()
+        if error := next(gpu.errors, None):
+            gpu.lost = error == "lost"
+            raise error if isinstance(error, Exception) else RuntimeError(error)
+        return 10 * US, 9 * US
 
     monkeypatch.setattr(witness, "chain_seconds", chain_seconds)
     with gpu:
-        rows = witness.live(torch.device("cpu"))
-    assert rows["detail"].tolist()[0] == "failed: no such kernel"
+        yield gpu
+
+
+def test_live_is_a_table_of_every_claim_that_needs_a_gpu(few, monkeypatch):
+    done = []  # the profiler must be there before a graph is captured
+    for name in ("device_events", "Stage"):
+        act = getattr(witness, name)
+        monkeypatch.setattr(witness, name, lambda *them, name=name, act=act: done.append(name) or act(*them))
+    few.errors = iter([CudaError("no such kernel\nmore"), ImportError("no cuda.core")])
+    rows = witness.live(torch.device("cpu"))
+    told = rows.loc[rows["detail"].str.startswith("failed"), "detail"].tolist()
+    assert told == ["failed: CudaError: no such kernel", "failed: ImportError: no cuda.core"]
     assert {*rows["claim"]} == {"profiler", "a wait per call", "nvbench"}
+    assert rows["case"].nunique() == 3  # nvbench's row has none
     assert "not installed" in rows["detail"].iloc[-1]
-    assert gpu.settled == 1
+    assert few.settled == 2 and done[:2] == ["device_events", "Stage"]
+
+
+def test_a_case_that_cannot_be_staged_is_a_row(few, monkeypatch):
+    staged = witness.Stage
+
+    def stage(bench, case, plans):
+        if case == CASE:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return staged(bench, case, plans)
+
+    monkeypatch.setattr(witness, "Stage", stage)
+    first, *others = witness.live(torch.device("cpu")).to_dict("records")
+    assert (first["case"], first["detail"]) == (str(CASE), "failed: OutOfMemoryError: CUDA out of memory")
+    assert not any("failed" in at["detail"] for at in others)
+
+
+def test_a_lost_gpu_ends_the_table_and_the_record_goes_on_with_the_next_case(few, tmp_path):
+    path = tmp_path / "2026-12-01_timers_0123abc.parquet"
+    few.errors = iter([None, "lost"])
+    with pytest.raises(counters.CutOff, match=r"timers_0123abc.parquet.partial holds what there is"):
+        witness.record(path, "cpu")
+    rows = pd.read_parquet(f"{path}.partial")
+    assert {*rows["case"]} == {str(CASE)} and {*rows["copy"]} == {"torch.index_copy", "torch.index_put"}
+    assert rows["detail"].iloc[-1].startswith("failed: RuntimeError: lost; the GPU no longer answers")
+    few.lost, few.errors = False, iter(())
+    assert witness.record(path, "cpu") == path
+    whole = pd.read_parquet(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert whole.iloc[: len(rows)]["detail"].tolist() == rows["detail"].tolist()
+    assert not whole.iloc[len(rows) :]["detail"].str.startswith("failed").any()
+    assert {*whole["case"]} == {*map(str, witness.CASES), ""}  # the last: nvbench is not installed
+
+
+def test_a_killed_record_keeps_its_cases_and_nvbench_comes_last(few, monkeypatch, tmp_path):
+    path, died, run = tmp_path / "timers.parquet", iter([True]), []
+
+    def nvbench(rows, device):
+        if next(died, False):
+            raise KeyboardInterrupt
+        run.append([(at["case"], at["copy"], at["ours"] > 0) for at in rows])
+        return [row("nvbench", at["ours"], 1.0, case=at["case"], copy=at["copy"]) for at in rows]
+
+    monkeypatch.setattr(witness, "nvbench", nvbench)
+    with pytest.raises(KeyboardInterrupt):
+        witness.record(path, "cpu")
+    settled = few.settled
+    witness.record(path, "cpu")
+    assert few.settled == settled  # no case is measured again
+    assert run == [[(str(case), "torch.index_put", True) for case in witness.CASES]]
+    rows = pd.read_parquet(path)
+    assert rows.loc[rows["claim"] == "nvbench", "witness"].tolist() == [1.0, 1.0]
+
+
+def test_of_the_releases_the_newest_is_witnessed_as_op_and_as_cubin(few, monkeypatch):
+    shipped = [f"vllm=={version}" for version in ("0.33.0", "0.4.2", "0.33.0.cubin", "0.25.0")]
+    for name in shipped:
+        monkeypatch.setitem(witness.REGISTRY, name, replace(witness.REGISTRY["torch.index_copy"], name=name))
+    rows = witness.live(torch.device("cpu"))
+    assert {*rows["copy"]} & {*shipped} == {"vllm==0.33.0", "vllm==0.33.0.cubin"}
 
 
 def test_nvbench_has_a_process_of_its_own_and_its_failure_is_a_row(monkeypatch):
-    cold = {(Case(1), "kvnb"): 4 * US, (Case(2), "triton"): 5 * US}
+    cases = witness.CASES[:3]
+    cold = [row("nvbench", (4 + n) * US, timer="call", state="cold", case=str(case), copy=copy)
+            for n, (case, copy) in enumerate(zip(cases, ("kvnb", "triton", "limit.copy")))]  # fmt: skip
     monkeypatch.setattr(witness.machine, "package_version", lambda name: "0.3.0")
-    done = SimpleNamespace(returncode=1, stdout="", stderr="ImportError: no libcuda")
-    monkeypatch.setattr(witness, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    done, asked = SimpleNamespace(returncode=1, stdout="", stderr="ImportError: no libcuda"), []
+    monkeypatch.setattr(counters, "run", lambda command, seconds: asked.append(command) or done)
     [failed] = witness.nvbench(cold, torch.device("cpu"))
     assert failed["detail"] == "failed: ImportError: no libcuda"
+    assert json.loads(asked[0][-1])[1] == ["triton", cases[1].fields()] and asked[0][3] == "serve"
     done.returncode = 0
     read = SimpleNamespace(centers=lambda estimator: {"0": {"Device=0": 5 * US}, "1": {"Device=0": None}})
     for name in ("cuda", "cuda.bench", "cuda.bench.results"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["cuda.bench.results"].BenchmarkResult = SimpleNamespace(from_json=lambda path: read)
     rows = witness.nvbench(cold, torch.device("cpu"))
-    assert [(at["copy"], at["ours"]) for at in rows] == [("kvnb", 4 * US), ("triton", 5 * US)]
-    assert rows[0]["witness"] == 5 * US and rows[1]["witness"] != rows[1]["witness"]
+    assert [(at["copy"], at["ours"]) for at in rows] == [("kvnb", 4 * US), ("triton", 5 * US), ("limit.copy", 6 * US)]
+    assert rows[0]["witness"] == 5 * US and rows[0]["difference"] == pytest.approx(-0.2)
+    assert rows[1]["witness"] != rows[1]["witness"] and rows[2]["witness"] != rows[2]["witness"]  # skipped; missing
+
+    def late(command, seconds):
+        raise subprocess.TimeoutExpired("nvbench", seconds)
+
+    monkeypatch.setattr(counters, "run", late)
+    [failed] = witness.nvbench(cold, torch.device("cpu"))
+    assert failed["detail"].startswith("failed: TimeoutExpired") and "300" in failed["detail"]
 
 
 def test_under_nvbench_every_call_is_warmed_up_and_runs_on_its_stream(gpu, monkeypatch):
@@ -272,6 +381,7 @@ def test_under_nvbench_every_call_is_warmed_up_and_runs_on_its_stream(gpu, monke
             self.name = name
 
     def execute(launch, batched):
+        assert not torch.is_grad_enabled()
         begun = len(gpu.log)
         for _ in range(3):
             launch(None)
@@ -317,7 +427,7 @@ def test_cells_are_shown_with_units_and_without_empty_columns():
 
 
 def test_a_record_is_found_again_by_its_gpu(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(witness, "CASES", ())
+    monkeypatch.setattr(witness, "CASES", ())  # nothing but the row that nvbench is not here
     monkeypatch.setattr(witness.paths, "RECORDED", tmp_path)
     monkeypatch.setattr(witness.machine, "package_version", lambda name: "")
     for gpu_name, day in (("A", 1), ("B", 2), ("A", 3)):
