@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -16,6 +18,15 @@ LOCAL = DATA / "local"
 RECORDED = DATA / "recorded"
 REPORTS = ROOT / "reports"
 CACHE = Path(os.environ.get("KVNB_CACHE") or user_cache_path("kvnb"))
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` to write to; renamed to it at the end, so that it is complete or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    yield partial
+    os.replace(partial, path)
 
 
 def record(name: str, machine: dict) -> Path:

@@ -110,10 +110,8 @@ def provenance(device: torch.device) -> dict:
 def save(table: pd.DataFrame, path: str | Path) -> Path:
     """Write a table as parquet, complete or not at all; returns the path."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    table.to_parquet(partial, compression="zstd", index=False)
-    os.replace(partial, path)
+    with paths.whole(path) as partial:
+        table.to_parquet(partial, compression="zstd", index=False)
     return path
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from kvnb import paths
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "wrong", "unsupported", "out_of_memory", "error")
@@ -93,10 +94,8 @@ def write(rows: list[dict] | pa.Table, path: Path) -> Path:
     Raises RunFileError for a row that lacks a column, has an unknown one, or carries an unknown status.
     """
     table = rows if isinstance(rows, pa.Table) else _table(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    pq.write_table(table.cast(SCHEMA), partial, compression="zstd", compression_level=9)
-    os.replace(partial, path)
+    with paths.whole(path) as partial:
+        pq.write_table(table.cast(SCHEMA), partial, compression="zstd", compression_level=9)
     return path
 
 
@@ -120,11 +119,7 @@ def save(samples, path: str | Path) -> Path:
 
 def read(path: Path) -> pa.Table:
     """The samples of one run file, of schema version 1 as of 2. Raises RunFileError where it is not a complete one."""
-    try:
-        table = pq.read_table(path, partitioning=None)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        advice = "give a run file, or, if a run left it so, delete it and measure again"
-        raise RunFileError(f"{path} is not a complete run file ({error}): {advice}") from error
+    table = _table_in(path)
     if table.schema.names == [name for name in SCHEMA.names if name != "padded"]:
         table = _from_version_1(table)
     if table.schema.names != SCHEMA.names:
@@ -134,6 +129,14 @@ def read(path: Path) -> pa.Table:
     if versions - {SCHEMA_VERSION}:
         raise RunFileError(f"{path} has schema version {versions}, this kvnb reads {SCHEMA_VERSION}; measure again")
     return table
+
+
+def _table_in(path: Path, columns: list[str] | None = None) -> pa.Table:
+    try:
+        return pq.read_table(path, partitioning=None, columns=columns)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        advice = "give a run file, or, if a run left it so, delete it and measure again"
+        raise RunFileError(f"{path} is not a complete run file ({error}): {advice}") from error
 
 
 def _from_version_1(table: pa.Table) -> pa.Table:
@@ -170,12 +173,12 @@ def load(*paths: str | Path):
 
 
 def newest(folder: str, grid: str, recorded: Path | None = None) -> Path | None:
-    """The newest recorded run of a grid on a GPU: `data/recorded/<folder>/<date>_<grid>_<sha7>.parquet`, or None."""
-    from kvnb import paths
+    """The newest recorded run of a grid on a GPU: `data/recorded/<folder>/<date>_<grid>_<sha7>.parquet`, or None.
 
+    So are the other records of a GPU found, which have a name in place of a grid's."""
     found = list((recorded or paths.RECORDED).joinpath(folder).glob(f"????-??-??_{grid}_*.parquet"))
     day = max((path.name[:10] for path in found), default="")
     latest = [path for path in found if path.name.startswith(day)]
     if len(latest) > 1:  # of one day: as they began
-        latest.sort(key=lambda path: read(path)["utc"][0].as_py())
+        latest.sort(key=lambda path: _table_in(path, ["utc"])["utc"][0].as_py())
     return latest[-1] if latest else None

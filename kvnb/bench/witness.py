@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from kvnb import machine, paths
-from kvnb.bench import counters, stats, timing
+from kvnb.bench import counters, results, stats, timing
 from kvnb.bench.timing import Bench, Cell, EagerTimed, GraphTimed, Plan, Stage
 from kvnb.copies import REGISTRY, releases
 from kvnb.problem.case import CASE_FIELDS, Case
@@ -373,9 +373,8 @@ def seen(device: str, choice: str, gpu: str) -> tuple[pd.DataFrame, pd.DataFrame
 
 
 def _recorded(name: str, gpu: str, columns: list[str]) -> pd.DataFrame:
-    files = sorted(paths.RECORDED.glob(f"*/????-??-??_{name}_*.parquet"), key=lambda file: file.name, reverse=True)
-    tables = (made for made in map(pd.read_parquet, files) if (made["gpu"] == gpu).all())
-    return next(tables, pd.DataFrame(columns=[*columns, *counters.PROVENANCE]))
+    found = results.newest(paths.gpu_folder(gpu), name)
+    return pd.read_parquet(found) if found else pd.DataFrame(columns=[*columns, *counters.PROVENANCE])
 
 
 def told(rows: pd.DataFrame) -> list[str]:

@@ -65,9 +65,8 @@ def _links(path: Path, folder: Path) -> tuple[str, str]:
 def _write(path: Path, template: str, **values: object) -> Path:
     loader = jinja2.FileSystemLoader(TEMPLATES / "kvnb")
     files = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(files.get_template(template).render(values, here=path.name), encoding="utf-8")
-    os.replace(partial, path)
+    with paths.whole(path) as partial:
+        partial.write_text(files.get_template(template).render(values, here=path.name), encoding="utf-8")
     return path
 
 

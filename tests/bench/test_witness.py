@@ -433,7 +433,7 @@ def test_a_record_is_found_again_by_its_gpu(gpu, monkeypatch, tmp_path):
     for gpu_name, day in (("A", 1), ("B", 2), ("A", 3)):
         monkeypatch.setattr(counters, "provenance", lambda device, gpu=gpu_name, day=day: {
             **dict.fromkeys(counters.PROVENANCE, ""), "gpu": gpu, "utc": day})  # fmt: skip
-        path = witness.record(tmp_path / gpu_name / f"2026-12-0{day}_timers_0123abc.parquet", "cpu")
+        path = witness.record(tmp_path / gpu_name.lower() / f"2026-12-0{day}_timers_0123abc.parquet", "cpu")
         assert [file.name for file in path.parent.glob("*") if day == 1] in ([], [path.name])
     newest, counted = witness.seen("cpu", "auto", "A")
     assert newest["utc"].tolist() == [3] and newest.columns.tolist() == [*witness.COLUMNS, *counters.PROVENANCE]
