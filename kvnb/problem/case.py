@@ -24,6 +24,11 @@ def regime_of(num_tokens: int) -> str:
     return "mixed" if num_tokens < PREFILL_TOKENS else "prefill"
 
 
+def usual_cache_bytes(num_tokens: int, token_bytes: int, at_least: int = GIB) -> int:
+    """What grids give a GPU case: 1 GiB (many times any L2; fits a small GPU twice), and at least twice its tokens."""
+    return max(at_least, 2 * num_tokens * token_bytes)
+
+
 @dataclass(frozen=True)
 class Case:
     """A copy problem. Sizes count elements, `cache_bytes` counts bytes of the K and V caches together.
@@ -123,6 +128,12 @@ class Case:
         return 2 * self.written_tokens * self.token_bytes + 8 * self.num_tokens
 
     @property
+    def large_cache(self) -> str:
+        """The cache's size in words where it is more than grids give a case of these tokens, else empty."""
+        large = self.cache_bytes > usual_cache_bytes(self.num_tokens, self.token_bytes)
+        return f"{self.cache_bytes / GIB:.3g} GiB cache" * large
+
+    @property
     def regime(self) -> str:
         return regime_of(self.num_tokens)
 
@@ -138,8 +149,7 @@ class Case:
         at_tail = " at the tail" * (self.padded == "tail")
         extras += [f"{self.padding:.0%} padded{at_tail}"] * (self.padding > 0)
         extras += [f"blocks of {self.block_size}"] * (self.block_size != 16)
-        roomy = self.cache_bytes > max(GIB, 2 * self.num_tokens * self.token_bytes)
-        extras += [f"{self.cache_bytes / GIB:.3g} GiB cache"] * roomy
+        extras += [self.large_cache] * bool(self.large_cache)
         return " ".join([f"{self.num_tokens} tokens", heads, self.dtype, self.layout, *extras])
 
 
@@ -167,9 +177,9 @@ FINE = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 
 
 def _gpu_case(num_tokens: int, cache_bytes: int = GIB, **fields) -> Case:
-    """A case whose cache holds 1 GiB (many times any L2; fits a small GPU twice), and at least twice its tokens."""
+    """A case with the usual cache, or one of `cache_bytes` where that is more."""
     token_bytes = Case(0, cache_bytes=GIB, **fields).token_bytes
-    return Case(num_tokens, cache_bytes=max(cache_bytes, 2 * num_tokens * token_bytes), **fields)
+    return Case(num_tokens, cache_bytes=usual_cache_bytes(num_tokens, token_bytes, cache_bytes), **fields)
 
 
 def _full() -> list[Case]:

@@ -17,8 +17,9 @@ import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import results, stats
+from kvnb.copies import releases
 from kvnb.copies.releases import numbers as age
-from kvnb.problem.case import GIB, ITEMSIZE
+from kvnb.problem.case import CASE_FIELDS, Case
 from kvnb.problem.models import MODELS
 from kvnb.problem.slots import POLICIES
 
@@ -139,10 +140,10 @@ COMPARED = [*stats.PLACE, "cache", "speedup", "low", "high", "a", "b", "margin",
 
 
 def _with_cache(table: pd.DataFrame) -> pd.DataFrame:
-    """With a column `cache`: its size where that is more than grids give a case of those tokens, else empty."""
-    token_bytes = table["num_kv_heads"] * (table["head_size"] + table["value_head_size"]) * table["dtype"].map(ITEMSIZE)
-    roomy = table["cache_bytes"] > np.maximum(GIB, 2 * table["num_tokens"] * token_bytes)
-    return table.assign(cache=(table["cache_bytes"] / GIB).map("{:.3g} GiB cache".format).where(roomy, ""))
+    """With a column `cache`: Case.large_cache."""
+    cases = table[list(CASE_FIELDS)].drop_duplicates()
+    caches = [Case(**case).large_cache for case in cases.to_dict("records")]
+    return table.merge(cases.assign(cache=caches), on=list(CASE_FIELDS), how="left")
 
 
 @cache
@@ -464,8 +465,6 @@ SAME, DEFAULT = "the same problem: NHD, contiguous rows", "as called: by each re
 def release_facts(copy: str) -> dict:
     """registers (per thread of a release's kernel, bfloat16, sm_90; None: not known), and the layout and source of its
     default backend's call (empty: not known), with the backend's file at that release and a note."""
-    from kvnb.copies import releases
-
     call = releases.DEFAULT_CALLS.get(release(copy))
     known = call._asdict() if call else dict.fromkeys(("layout", "source", "backend", "note"), "")
     return known | {"registers": releases.REGISTERS.get(release(copy))}
