@@ -159,7 +159,7 @@ def _vllm(case: Case, policy: str, timer: str) -> str | None:
         return reason
     if case.dtype not in VLLM_DTYPES or case.head_size != case.value_head_size:
         return f"takes K and V heads of one size in {', '.join(VLLM_DTYPES)} only"
-    row = case.head_size * case.itemsize * (case.num_kv_heads if case.layout == "NHD" else 1)
+    row, _ = case.row_bytes
     return f"stores {VECTOR_BYTES}-byte vectors: rows of {row} bytes are not aligned" if row % VECTOR_BYTES else None
 
 

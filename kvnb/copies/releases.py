@@ -488,9 +488,9 @@ def unsafe(version: str, case: Case) -> str | None:
     if case.value_head_size != case.head_size:
         return "takes one head size for K and V"
     elements = case.num_kv_heads * case.head_size
-    unit = (elements if case.layout == "NHD" else case.head_size) * case.itemsize
-    if numbers(version) >= VECTORS and unit % 16:
-        return f"stores 16 bytes at a time and does not look: units of {unit} bytes would be misaligned"
+    row, _ = case.row_bytes
+    if numbers(version) >= VECTORS and row % 16:
+        return f"stores 16 bytes at a time and does not look: units of {row} bytes would be misaligned"
     if numbers(version) >= VECTORS and case.layout != "NHD" and elements < 32:
         return f"gives each head a warp, and {elements} threads are none: it would never end"
     return None

@@ -146,8 +146,7 @@ def nhd_only(case: Case, policy: str, timer: str) -> str | None:
 
 
 def _wide_rows(case: Case, policy: str, timer: str) -> str | None:
-    for size in (case.head_size, case.value_head_size):
-        row = size * case.itemsize * (case.num_kv_heads if case.layout == "NHD" else 1)
+    for row in case.row_bytes:
         if row % WIDE_BYTES:
             return f"rows of {row} bytes cannot be seen as {WIDE_BYTES}-byte elements"
     return rows_as_they_lie(case, policy, timer)

@@ -92,6 +92,12 @@ class Case:
         return self.num_kv_heads * (self.head_size + self.value_head_size) * self.itemsize
 
     @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's K, and of its V, that lie together in the cache: all heads in NHD, else one head."""
+        together = self.itemsize * (self.num_kv_heads if self.layout == "NHD" else 1)
+        return self.head_size * together, self.value_head_size * together
+
+    @property
     def block_bytes(self) -> int:
         return self.block_size * self.token_bytes
 

@@ -75,6 +75,11 @@ def test_a_case_reads_as_one_line():
     assert str(case) == "13 tokens 3x20/8 bfloat16 packed qkv decode slots 25% padded"
 
 
+@pytest.mark.parametrize(("layout", "rows"), [("NHD", (120, 48)), ("HND", (40, 16)), ("packed", (40, 16))])
+def test_the_bytes_of_a_token_that_lie_together(layout, rows):
+    assert Case(13, 3, 20, value_head_size=8, cache_bytes=MIB, layout=layout).row_bytes == rows
+
+
 # --------------------------------------------------------------------------------------------------------------- grids
 
 
