@@ -113,8 +113,8 @@ def report(values: dict) -> None:
                         for grid in ("padding", "releases"))  # fmt: skip
     runs = [*mine * (values["grid"] != "padding"), *answers.recorded().values()]
     outcomes.append(_execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
-    padded = _null_block(padded, folder, outcomes, device=values["device"])
-    outcomes += _by_release(releases, folder)
+    reserve, padded = _null_block(padded, folder, device=values["device"])
+    outcomes += [reserve, *_by_release(releases, folder)]
     index = pages.report(folder, outcomes, runs, releases, padded)
     if not any(outcome.failure for outcome in outcomes):
         fresh = paths.REPORTS / f".latest.{os.getpid()}"
@@ -139,21 +139,21 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
         outcomes = [_execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)]
         padded, releases = ([path for gpu, path in answers.recorded(grid).items() if gpu == name]
                             for grid in ("padding", "releases"))  # fmt: skip
-        padded = _null_block(padded, folder, outcomes, live="no")
-        outcomes += _by_release(releases, folder)
-        outcomes.append(_execute("06_timers", {"run": _from_root(recorded[name]), "live": "no"}, folder))
+        reserve, padded = _null_block(padded, folder, live="no")
+        timers = _execute("06_timers", {"run": _from_root(recorded[name]), "live": "no"}, folder)
+        outcomes += [reserve, *_by_release(releases, folder), timers]
         pages.figure(folder, recorded[name])
         index = pages.report(folder, outcomes, [recorded[name]], releases, padded)
         _tell(index, outcomes, [recorded[name]], padded)
 
 
-def _null_block(runs: list[Path], folder: Path, outcomes: list, **values: object) -> list[Path]:
-    """04_null_block on runs of grid `padding`, or on none. Returns them with what it measured itself."""
+def _null_block(runs: list[Path], folder: Path, **values: object) -> tuple[Outcome, list[Path]]:
+    """04_null_block on runs of grid `padding`, or on none; and these runs with what it measured itself."""
     made = paths.LOCAL / "padding"
     before = {*made.glob("*.parquet")}
     given = {"runs": [_from_root(path) for path in runs] or "newest"}
-    outcomes.append(_execute("04_null_block", given | values, folder))
-    return [*sorted({*made.glob("*.parquet")} - before), *runs]
+    outcome = _execute("04_null_block", given | values, folder)
+    return outcome, [*sorted({*made.glob("*.parquet")} - before), *runs]
 
 
 def _by_release(runs: list[Path], folder: Path) -> list[Outcome]:

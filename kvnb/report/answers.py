@@ -79,7 +79,7 @@ class Run:
             raise ValueError(f"these samples are of {runs} runs: load the file of one")
         samples = _by_default(samples)
         self.samples, self.first = samples, samples.iloc[0]
-        self.machine = self.first["gpu"] or f"{self.first['cpu']}, {_count(self.first['threads'], 'thread')}"
+        self.machine = self.first["gpu"] or f"{self.first['cpu']}, {count(self.first['threads'], 'thread')}"
         self.timer = "graph" if self.first["gpu"] else "wall"
         self.about = f"{self.machine}, torch {self.first['torch']}, timer {self.timer}, state produced"
         self.where = {"part": "write", "padding": 0, "timer": self.timer, "state": "produced"}
@@ -195,10 +195,10 @@ def line_name(row: dict | pd.Series, layout: bool = False) -> str:
 
 
 def cell_name(row: dict | pd.Series) -> str:
-    return f"{_count(row['num_tokens'], 'token')} of {line_name(row, layout=True)}"
+    return f"{count(row['num_tokens'], 'token')} of {line_name(row, layout=True)}"
 
 
-def _count(n: int, noun: str) -> str:
+def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
@@ -212,7 +212,7 @@ def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
     told = f"{interval(mean)} {mean['verdict']}"
     spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
     lost = (rows["verdict"] == "SLOWER").sum()
-    return f"{told} ({_count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told
+    return f"{told} ({count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told
 
 
 def _by_regime(rows: pd.DataFrame) -> str:
@@ -260,7 +260,7 @@ def _score(rows: pd.DataFrame, first: str, other: str) -> str:
     if rows.empty:
         return "not measured"
     far, second = rows[rows["verdict"] == first], "SLOWER" if first == "FASTER" else "FASTER"
-    told = f"{first.lower()} in {len(far)} of {_count(len(rows), 'cell')}"
+    told = f"{first.lower()} in {len(far)} of {count(len(rows), 'cell')}"
     if len(far):
         row = far.sort_values("speedup", ascending=first == "SLOWER", kind="stable").iloc[0].to_dict()
         copy = f"{row['ab'[first == 'SLOWER']]}, " if other in GROUPS else ""
@@ -276,7 +276,7 @@ def _reservations(run: Run) -> str:
     absent = sorted(set(cells["copy"]) - set(cells.loc[cells["status"] == "ok", "copy"]))
     text = f" Without a time in this run: {', '.join(absent)}." if absent else ""
     workers = int(run.samples["worker"].max()) + 1
-    return text + (f" Only {_count(workers, 'worker')}, not 3: the intervals are too short." if workers < 3 else "")
+    return text + (f" Only {count(workers, 'worker')}, not 3: the intervals are too short." if workers < 3 else "")
 
 
 def sentences(run: Run) -> list[str]:
@@ -300,7 +300,7 @@ def _wins(rows: pd.DataFrame, name: str, rival: str, regime: str) -> str:
     if rows.empty:
         return ""
     won = rows[rows["verdict"] == "FASTER"].sort_values("speedup", kind="stable")
-    told = f"faster than {the(rival)} in {len(won) or 'none'} of {_count(len(rows), 'cell')}"
+    told = f"faster than {the(rival)} in {len(won) or 'none'} of {count(len(rows), 'cell')}"
     if name == OURS:
         return f"{told}: {', '.join(f'{layout} {speedup(here)}' for layout, here in by_layout(rows))}"
     ends = dict.fromkeys(interval(won.iloc[place]) for place in (0, -1)) if len(won) else ()
@@ -331,7 +331,7 @@ def _sizes(won: Iterable[int], measured: list[int]) -> str:
     between = [size for size in measured if won[0] <= size <= won[-1]]
     *others, last = (f"{size:,}" for size in won)
     all_of = between == won and len(won) > 2
-    return f"{others[0]} to {last} tokens" if all_of else ", ".join([*others, _count(won[-1], "token")])
+    return f"{others[0]} to {last} tokens" if all_of else ", ".join([*others, count(won[-1], "token")])
 
 
 def note(runs: Iterable[Run]) -> str:
@@ -592,7 +592,7 @@ def agreement(run: Run) -> str:
     rows = pd.concat(pairs)
     counts = ", ".join(f"{n} {verdict}" for verdict, n in rows["verdict"].value_counts().items())
     ends = f"from {times(rows['speedup'].min())} to {times(rows['speedup'].max())}"
-    names, cells = ", ".join(rows["a"].unique()), _count(len(rows), "cell")
+    names, cells = ", ".join(rows["a"].unique()), count(len(rows), "cell")
     return f"{run.about}: for {names}, the op's speedup over the cubin is {ends} in {cells} ({counts})."
 
 
@@ -663,7 +663,7 @@ def alt(figure: str, run: Run, layout: str = "") -> str:
         ends = " to ".join(map(read, dict.fromkeys([points[column].iloc[0], points[column].iloc[-1]])))
         name, most = label(line), ""
         if lines == "num_tokens":
-            name, most, panel = _count(line, "token"), f", at most {read(points[column].max())}", panel.split(":")[0]
+            name, most, panel = count(line, "token"), f", at most {read(points[column].max())}", panel.split(":")[0]
         each.append(f"{name}{panel and f' ({panel})'} {ends}{most}")
     name = line_name(run.line | {"layout": layout or run.line["layout"]}, layout=figure not in PANELS)
     what = f"{name}, {table['num_tokens'].min():,} to {table['num_tokens'].max():,} tokens"

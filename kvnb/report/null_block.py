@@ -93,7 +93,7 @@ def shares_table(shares: pd.DataFrame) -> pd.DataFrame:
         row["steps"] = f"{len(here) / (rows['captured'] == name).sum():.1%}"
         for words, at in (("median", 0.5), (f"{USUALLY:.0%} of steps at most", USUALLY), ("at most", 1)):
             share, padded = here[["share", "padded"]].quantile(at)
-            row[words] = f"{share:.1%}, {answers._count(round(padded), 'row')}"
+            row[words] = f"{share:.1%}, {answers.count(round(padded), 'row')}"
         told.append(row)
     return pd.DataFrame(told)
 
@@ -153,15 +153,12 @@ class PaddedRun(Run):
         """Speedup of a over b where there is padding, slowest first, with `rows` (padded) and `place` in words."""
         cells = self.speedups(a, b).query("padding > 0").sort_values("speedup", kind="stable")
         words = {"scattered": "padded", "tail": "padded at the tail"}
-        place = [f"{row['padding']:.0%} {words[row['padded']]}, {answers.cell_name(row)}" for row in _records(cells)]
+        place = [f"{row['padding']:.0%} {words[row['padded']]}, {answers.cell_name(row)}"
+                 for row in cells.to_dict("records")]  # fmt: skip
         return cells.assign(rows=(cells["num_tokens"] * cells["padding"]).round(), place=place)
 
     def cost(self, copy: str, policy: str = SLOT) -> pd.DataFrame:
         return self.over(copy, f"{copy} {policy}")
-
-
-def _records(rows: pd.DataFrame) -> list[dict]:
-    return rows.to_dict("records")
 
 
 @cache
@@ -215,7 +212,7 @@ def _not_free(run: PaddedRun) -> str:
     for copy in run.main:
         rows = run.cost(copy)
         dear, heavy = rows[rows["verdict"] == "FASTER"], rows[rows["padding"] == HEAVY]
-        text = f"{label(copy)} takes longer in {len(dear)} of {answers._count(len(rows), 'padded cell')}"
+        text = f"{label(copy)} takes longer in {len(dear)} of {answers.count(len(rows), 'padded cell')}"
         if len(dear):
             text += f", from {dear['rows'].min():.0f} padded rows on, up to {_most(dear)}"
         told.append(text + (f", and to {times(heavy['speedup'].max())} at {HEAVY:.0%}" if len(heavy) else ""))
@@ -229,7 +226,7 @@ def _free(run: PaddedRun, shares: pd.DataFrame) -> str:
         rows = run.cost(copy)
         rows = rows[rows["padding"] <= rows["num_tokens"].map(lambda tokens: usual_share(shares, tokens))]
         same, dear = ((rows["verdict"] == verdict).sum() for verdict in ("SAME", "FASTER"))
-        cells = answers._count(len(rows), "cell")
+        cells = answers.count(len(rows), "cell")
         told.append(f"{label(copy)} takes longer in {dear} of {cells} and as long in {same}")
     what = "; ".join(told) or "no kernel of this run does both"
     return f"With no more padding than rounding a batch up to captured sizes usually leaves: {what}."
@@ -270,7 +267,7 @@ def sentences(run: PaddedRun) -> list[str]:
             won, lost = (rivals[best][rivals[best]["verdict"] == verdict] for verdict in ("FASTER", "SLOWER"))
             text = f"{label(copy)} with {best} against {run.hand} skipping: slower in {len(lost)}"
             top = f", by up to {_most(won)}" if len(won) else ""
-            told.append(f"{text} of {answers._count(len(rivals[best]), 'padded cell')}, faster in {len(won)}{top}.")
+            told.append(f"{text} of {answers.count(len(rivals[best]), 'padded cell')}, faster in {len(won)}{top}.")
     return told
 
 
@@ -317,7 +314,7 @@ def padding_alt(run: PaddedRun, copy: str) -> str:
     for tokens, panel in rows.groupby("num_tokens"):
         ends = [f"{policy} {duration(line['seconds'].iloc[0])} to {duration(line['seconds'].iloc[-1])}"
                 for policy, line in panel.groupby("policy")]  # fmt: skip
-        told.append(f"{answers._count(tokens, 'token')}: {', '.join(ends)}")
+        told.append(f"{answers.count(tokens, 'token')}: {', '.join(ends)}")
     shares = f"{rows['padding'].min():.0%} to {rows['padding'].max():.0%}"
     return f"Line charts. Time of {label(copy)} on {run.machine}, {shares} padded, scattered. {'; '.join(told)}."
 
