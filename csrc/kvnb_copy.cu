@@ -7,6 +7,7 @@
 //
 // What varies:
 //   fast_kernel      16-byte vectors, source heads in a row, K and V heads of one size, fewer than 2^31 slots
+//                    one pair per thread; four where the copy is more than the GPU holds threads and less than its L2
 //   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
@@ -14,12 +15,20 @@
 // What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
 // stores, so the fast kernel is arranged around the instructions before its loads: no branch, shifts where a row is a
 // power of two, and every parameter that the loads need in one 64-byte line of constants. (ptxas still hoists two
-// constants of the next line above the loads; see the last road.)
+// constants of the next line above the loads; see the last road but one.) And that latency should be L2's: the slots are
+// read again by every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
 // said, first the road's, then what is here:
-//   2 or 4 pairs of vectors in flight per thread, blocks of 64, 256 and 512 threads   slower or equal at nearly every size
-//   K and V in threads of their own           slower launched plainly, a little faster launched dependently
+//   slots loaded as rows are (DRAM's latency) 128 tokens 1.91 us, 1.63; 1 head, 1,024 tokens 2.01 us, 1.61. What Inductor
+//                                             does, and why torch.compile was faster than an earlier state of this file
+//   slots to stay in L2, four pairs a thread  4,096 tokens 7.3 us, 7.1
+//   two pairs of vectors per thread           slower at up to 2,048 tokens and from 8,192; 4,096 tokens 7.9 us, 7.1
+//   four pairs where the copy is larger than  16,384 tokens 36.4 us, 36.3; 32 heads 139 us, 136; 1 head, 65,536 tokens
+//   L2, or a row shorter than 32 vectors      20.8 us, 19.0
+//   blocks of 64, 128 and 512 threads         128: 1,024 tokens launched dependently 2.12 us, 1.91; 32 tokens 1.43, 1.46
+//   K and V in threads of their own           in one grid or K's blocks before V's: slower nearly everywhere, 65,536 tokens
+//                                             142 us and more, 136
 //   ld.global.cg                              2,048 tokens 4.1 us, 3.9; 128 heads x 128, 32 tokens 2.5 us, 2.1
 //   ld.global.L1::no_allocate, ld.global.nc   2,048 tokens 5.9 and 6.3 us, 3.9; no difference where the sources are cold
 //   prefetch of 128 or 256 bytes              slower or equal
@@ -30,26 +39,27 @@
 //   launch_dependents after the loads         where most put it. ptxas sinks it behind the wait for the slot: 1 token
 //                                             0.77 us, 0.65. Kept from sinking, it is as fast as first, and 8 % faster
 //                                             at 2,048 tokens, but nothing keeps it there in every compiler
-//   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4; but 2,048
-//   that the compiler cannot know             tokens 4.0 us, 3.9
+//   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4 then; but
+//   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
+//   every parameter in one line of constants  shifts, and V as distances from K: within 2 %, for equal strides only
 //
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>
 
 #include <cstddef>
 
+#include "capacity.h"
 #include "launch.h"
 
 namespace {
 
+using kvnb::Capacity;
 using kvnb::Divisor;
 using kvnb::Problem;
 using kvnb::Rows;
 
-#ifndef KVNB_THREADS
-#define KVNB_THREADS 128
-#endif
-constexpr int kThreads = KVNB_THREADS;
+constexpr int kThreads = 256;      // of a block where a thread has one pair,
+constexpr int kFourThreads = 128;  // and where it has four
 constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
 // Loads are asm volatile so that none moves above griddepcontrol.wait. Stores are predicated rather than branched around:
@@ -84,6 +94,24 @@ __device__ __forceinline__ void store_if(bool condition, uint4* to, const uint4&
                : "memory");
 }
 
+// A slot, loaded to stay in L2, in front of rows: one step's slots serve every layer.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define KVNB_SLOT(type, ptx, reg)                                                                                  \
+  __device__ __forceinline__ type load_to_stay(const type* from) {                                                 \
+    uint64_t policy;                                                                                               \
+    type value;                                                                                                    \
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));                                     \
+    asm volatile("ld.global.L2::cache_hint." ptx " %0, [%1], %2;" : "=" reg(value) : "l"(from), "l"(policy));      \
+    return value;                                                                                                  \
+  }
+KVNB_SLOT(uint32_t, "u32", "r")
+KVNB_SLOT(uint64_t, "u64", "l")
+#undef KVNB_SLOT
+#else
+template <typename Slot>
+__device__ __forceinline__ Slot load_to_stay(const Slot* from) { return load(from); }
+#endif
+
 // What the tuned kernel needs. Strides count vectors: 32 bits hold them, products are 64-bit.
 struct CacheStrides {
   uint32_t slot;
@@ -96,8 +124,8 @@ struct FastPlan {
   const void* slots;
   const uint4* key_source;
   const uint4* value_source;
-  uint32_t num_pairs;
-  Divisor pairs_per_token;
+  uint32_t num_threads;
+  Divisor threads_per_token;
   uint32_t key_token_stride;  // of the source, whose heads lie one behind the other
   uint32_t value_token_stride;
   // for the stores
@@ -129,33 +157,45 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 __device__ __forceinline__ int64_t slot_of(uint64_t stored) { return static_cast<int64_t>(stored); }
 __device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast<int32_t>(stored); }
 
-// The tuned kernel. No branch before the loads: threads past the end load the last pair again and store nothing. The next
-// kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel, or any
-// before it, reads or writes.
-template <typename Slot, bool kPowerOfTwo, bool kDependent>
-__global__ void __launch_bounds__(kThreads) fast_kernel(const __grid_constant__ FastPlan plan) {
+// The tuned kernel. No branch before the loads: threads past the end load the last pairs again and store nothing. A
+// thread's pairs lie threads_per_token apart in its token's row: neighbours load neighbouring vectors, one slot serves all.
+// The next kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel,
+// or any before it, reads or writes.
+template <typename Slot, int kPairs, bool kPowerOfTwo, bool kDependent>
+__global__ void __launch_bounds__(kPairs == 1 ? kThreads : kFourThreads) fast_kernel(const __grid_constant__ FastPlan plan) {
   if constexpr (kDependent) let_next_kernel_launch();
   if constexpr (kDependent) wait_for_producer();
-  const uint32_t mine = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t pair = min(mine, plan.num_pairs - 1);
-  const uint32_t token = kPowerOfTwo ? pair >> plan.pairs_per_token.shift : plan.pairs_per_token.quotient(pair);
-  const uint32_t within = pair - token * plan.pairs_per_token.divisor;
-  const Slot stored = load(static_cast<const Slot*>(plan.slots) + token);
-  const uint4 key = load(plan.key_source + (uint64_t{token} * plan.key_token_stride + within));
-  const uint4 value = load(plan.value_source + (uint64_t{token} * plan.value_token_stride + within));
+  const uint32_t mine = blockIdx.x * (kPairs == 1 ? kThreads : kFourThreads) + threadIdx.x;
+  const uint32_t thread = min(mine, plan.num_threads - 1);
+  const uint32_t apart = plan.threads_per_token.divisor;
+  const uint32_t token = kPowerOfTwo ? thread >> plan.threads_per_token.shift : plan.threads_per_token.quotient(thread);
+  const uint32_t first = thread - token * apart;
+  const Slot* at = static_cast<const Slot*>(plan.slots) + token;
+  const Slot stored = kPairs == 1 ? load_to_stay(at) : load(at);
+  const uint4* key_from = plan.key_source + (uint64_t{token} * plan.key_token_stride + first);
+  const uint4* value_from = plan.value_source + (uint64_t{token} * plan.value_token_stride + first);
+  uint4 key[kPairs], value[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    key[i] = load(key_from + i * apart);
+    value[i] = load(value_from + i * apart);
+  }
 
-  const uint32_t head = plan.pairs_per_head.quotient(within);
-  const uint32_t vector = within - head * plan.pairs_per_head.divisor;
   const int64_t slot = slot_of(stored);
   const uint32_t low = static_cast<uint32_t>(slot);  // the whole slot, where it is one
   const uint32_t block = plan.slots_per_block.quotient(low);
-  auto to = [&](uint4* cache, const CacheStrides& strides) {
-    return cache + (uint64_t{head} * strides.head + vector) +
-           (uint64_t{low} * strides.slot + uint64_t{block} * strides.block_extra);
-  };
-  const bool written = mine < plan.num_pairs && kvnb::is_written(slot, plan.num_slots);
-  store_if(written, to(plan.key_cache, plan.key), key);
-  store_if(written, to(plan.value_cache, plan.value), value);
+  const bool written = mine < plan.num_threads && kvnb::is_written(slot, plan.num_slots);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const uint32_t head = plan.pairs_per_head.quotient(first + i * apart);
+    const uint32_t vector = first + i * apart - head * plan.pairs_per_head.divisor;
+    auto to = [&](uint4* cache, const CacheStrides& strides) {
+      return cache + (uint64_t{head} * strides.head + vector) +
+             (uint64_t{low} * strides.slot + uint64_t{block} * strides.block_extra);
+    };
+    store_if(written, to(plan.key_cache, plan.key), key[i]);
+    store_if(written, to(plan.value_cache, plan.value), value[i]);
+  }
 }
 
 // Everything else: narrow vectors, heads of the source apart, K and V heads of different sizes, 2^31 slots and more.
@@ -208,10 +248,11 @@ uint64_t alignment_bits(const Rows& rows) {
 }
 
 template <typename Plan>
-cudaError_t launch(void (*kernel)(Plan), const Plan& plan, bool dependent, cudaStream_t stream) {
+cudaError_t launch(void (*kernel)(Plan), const Plan& plan, uint32_t num_threads, int per_block, bool dependent,
+                   cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((plan.num_pairs - 1) / kThreads + 1);
-  config.blockDim = dim3(kThreads);
+  config.gridDim = dim3((num_threads - 1) / per_block + 1);
+  config.blockDim = dim3(per_block);
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -223,7 +264,8 @@ cudaError_t launch(void (*kernel)(Plan), const Plan& plan, bool dependent, cudaS
 
 template <typename Vector>
 cudaError_t launch_general(const GeneralPlan& plan, bool dependent, cudaStream_t stream) {
-  return launch(dependent ? general_kernel<Vector, true> : general_kernel<Vector, false>, plan, dependent, stream);
+  return launch(dependent ? general_kernel<Vector, true> : general_kernel<Vector, false>, plan, plan.num_pairs, kThreads,
+                dependent, stream);
 }
 
 cudaError_t launch_general(const GeneralPlan& plan, int64_t width, bool dependent, cudaStream_t stream) {
@@ -250,17 +292,31 @@ CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
   return {vectors(rows.slot_stride), vectors(rows.block_stride - block_size * rows.slot_stride), vectors(rows.head_stride)};
 }
 
-template <typename Slot, bool kPowerOfTwo>
+// Four pairs a thread: a copy that would take more than one wave of threads with one pair each (launched dependently, where
+// blocks of the next kernel take the places that are left, one and a half), that L2 holds, sources and rows, and whose
+// neighbouring threads still share a line of 128 bytes.
+bool four_pairs_each(int64_t num_pairs, uint32_t pairs_per_token, bool dependent) {
+  const Capacity& gpu = Capacity::of_gpu();
+  return pairs_per_token % 4 == 0 && pairs_per_token >= 4 * 128 / 16 &&
+         num_pairs > (dependent ? gpu.threads / 2 * 3 : gpu.threads) && num_pairs * 64 <= gpu.l2_bytes;
+}
+
+template <typename Slot, int kPairs, bool kPowerOfTwo>
 cudaError_t launch_fast(const FastPlan& plan, bool dependent, cudaStream_t stream) {
-  return launch(dependent ? fast_kernel<Slot, kPowerOfTwo, true> : fast_kernel<Slot, kPowerOfTwo, false>, plan, dependent,
-                stream);
+  return launch(dependent ? fast_kernel<Slot, kPairs, kPowerOfTwo, true> : fast_kernel<Slot, kPairs, kPowerOfTwo, false>,
+                plan, plan.num_threads, kPairs == 1 ? kThreads : kFourThreads, dependent, stream);
 }
 
 template <typename Slot>
-cudaError_t launch_fast(const FastPlan& plan, bool dependent, cudaStream_t stream) {
-  const uint32_t pairs = plan.pairs_per_token.divisor;
-  return (pairs & (pairs - 1)) == 0 ? launch_fast<Slot, true>(plan, dependent, stream)
-                                    : launch_fast<Slot, false>(plan, dependent, stream);
+cudaError_t launch_fast(FastPlan plan, bool dependent, cudaStream_t stream) {
+  const uint32_t pairs = plan.threads_per_token.divisor;
+  if (four_pairs_each(plan.num_threads, pairs, dependent)) {
+    plan.num_threads /= 4;
+    plan.threads_per_token = Divisor(pairs / 4);
+    return launch_fast<Slot, 4, false>(plan, dependent, stream);
+  }
+  return (pairs & (pairs - 1)) == 0 ? launch_fast<Slot, 1, true>(plan, dependent, stream)
+                                    : launch_fast<Slot, 1, false>(plan, dependent, stream);
 }
 
 // One launch: at most kMostPairsPerLaunch pairs.

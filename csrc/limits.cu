@@ -1,19 +1,23 @@
 // limits.cu: what bounds a copy, and what the timers need.
 //
 //   empty             a launch and nothing else; also as a programmatic dependent launch
-//   contiguous_copy   the same bytes of K and V without a slot: one launch, 16 bytes a load, four loads in flight
+//   contiguous_copy   the same bytes of K and V without a slot: one launch, 16 bytes a load; vectors per thread and threads
+//                     per block as were fastest on an H200 (us for 8 heads x 128 bf16, inputs just produced):
+//                                        128 tokens  2,048  4,096  8,192  65,536
+//                       1 vector,  256         1.48   4.13    7.9   17.6   126.8   taken where it is more than L2 holds
+//                       2 vectors, 128         1.49   3.64    7.8   17.9   127.5   taken for one wave of threads
+//                       4 vectors, 256         1.67   3.66    7.1   18.5   133.0   taken between
 //   flush             reads a buffer larger than L2, so that no line of a copy stays there and none is left dirty
 //   clock_probe       one thread counts cycles against the global nanosecond timer, from tick edge to tick edge: the
 //                     SM clock at that moment, and a stretch of time in which the host can fill the queue
 #include <cuda_runtime.h>
 
+#include "capacity.h"
 #include "launch.h"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;
-constexpr int kTile = kThreads * kInFlight;
 
 template <bool kDependent>
 __global__ void empty_kernel() {
@@ -25,24 +29,43 @@ __global__ void empty_kernel() {
 #endif
 }
 
-__device__ void copy_tile(uint4* to, const uint4* from, int64_t vectors, int64_t tile) {
-  uint4 held[kInFlight];
-  const int64_t first = tile * kTile + threadIdx.x;
-#pragma unroll
-  for (int j = 0; j < kInFlight; ++j)
-    if (first + j * kThreads < vectors) held[j] = from[first + j * kThreads];
-#pragma unroll
-  for (int j = 0; j < kInFlight; ++j)
-    if (first + j * kThreads < vectors) to[first + j * kThreads] = held[j];
+struct Part {
+  uint4* to;
+  const uint4* from;
+  int64_t vectors;
+};
+
+template <int kEach, int kBlock>
+int64_t tiles(const Part& part) {
+  return (part.vectors + kEach * kBlock - 1) / (kEach * kBlock);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    contiguous_copy_kernel(uint4* key_to, const uint4* key_from, int64_t key_vectors, uint4* value_to,
-                           const uint4* value_from, int64_t value_vectors, int64_t key_tiles) {
+template <int kEach, int kBlock>
+__device__ __forceinline__ void copy_tile(const Part& part, int64_t tile) {
+  uint4 held[kEach];
+  const int64_t first = tile * (kEach * kBlock) + threadIdx.x;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    if (first + j * kBlock < part.vectors) held[j] = part.from[first + j * kBlock];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    if (first + j * kBlock < part.vectors) part.to[first + j * kBlock] = held[j];
+}
+
+template <int kEach, int kBlock>
+__global__ void __launch_bounds__(kBlock) contiguous_copy_kernel(Part key, Part value, int64_t key_tiles) {
   if (blockIdx.x < key_tiles)
-    copy_tile(key_to, key_from, key_vectors, blockIdx.x);
+    copy_tile<kEach, kBlock>(key, blockIdx.x);
   else
-    copy_tile(value_to, value_from, value_vectors, blockIdx.x - key_tiles);
+    copy_tile<kEach, kBlock>(value, blockIdx.x - key_tiles);
+}
+
+template <int kEach, int kBlock>
+cudaError_t copy(const Part& key, const Part& value, cudaStream_t stream) {
+  const int64_t key_tiles = tiles<kEach, kBlock>(key);
+  const auto blocks = static_cast<unsigned>(key_tiles + tiles<kEach, kBlock>(value));
+  contiguous_copy_kernel<kEach, kBlock><<<blocks, kBlock, 0, stream>>>(key, value, key_tiles);
+  return cudaGetLastError();
 }
 
 __global__ void __launch_bounds__(kThreads) flush_kernel(const uint4* buffer, int64_t vectors, uint32_t* sink) {
@@ -72,8 +95,6 @@ __global__ void clock_probe_kernel(int64_t nanoseconds, int64_t* cycles_and_nano
   cycles_and_nanoseconds[1] = end - begin;
 }
 
-int64_t tiles(int64_t bytes) { return (bytes / 16 + kTile - 1) / kTile; }
-
 }  // namespace
 
 extern "C" {
@@ -93,12 +114,13 @@ int kvnb_empty_cuda(bool dependent, void* stream) {
 
 int kvnb_contiguous_copy_cuda(char* key_to, const char* key_from, int64_t key_bytes, char* value_to,
                               const char* value_from, int64_t value_bytes, void* stream) {
-  const int64_t key_tiles = tiles(key_bytes);
-  contiguous_copy_kernel<<<static_cast<unsigned>(key_tiles + tiles(value_bytes)), kThreads, 0,
-                           static_cast<cudaStream_t>(stream)>>>(
-      reinterpret_cast<uint4*>(key_to), reinterpret_cast<const uint4*>(key_from), key_bytes / 16,
-      reinterpret_cast<uint4*>(value_to), reinterpret_cast<const uint4*>(value_from), value_bytes / 16, key_tiles);
-  return cudaGetLastError();
+  const Part key = {reinterpret_cast<uint4*>(key_to), reinterpret_cast<const uint4*>(key_from), key_bytes / 16};
+  const Part value = {reinterpret_cast<uint4*>(value_to), reinterpret_cast<const uint4*>(value_from), value_bytes / 16};
+  const kvnb::Capacity& gpu = kvnb::Capacity::of_gpu();
+  const int64_t vectors = key.vectors + value.vectors, moved = 2 * 16 * vectors;
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (vectors <= 2 * gpu.threads) return copy<2, 128>(key, value, on);
+  return moved <= gpu.l2_bytes / 4 * 3 ? copy<4, 256>(key, value, on) : copy<1, 256>(key, value, on);
 }
 
 int kvnb_flush_cuda(const void* buffer, int64_t bytes, void* sink, void* stream) {

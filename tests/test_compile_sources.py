@@ -161,7 +161,9 @@ def test_slot_and_rows_cost_one_memory_latency(wide):
 def test_the_token_is_a_shift_where_a_row_is_a_power_of_two(kernels):
     """One multiplication fewer before the slot is loaded."""
     multiplied = {
-        power: {kernel.before_the_first_load("IMAD.WIDE") for kernel in kernels if f"Lb{power}ELb" in kernel.mangled}
+        power: {
+            kernel.before_the_first_load("IMAD.WIDE") for kernel in kernels if f"Li1ELb{power}ELb" in kernel.mangled
+        }
         for power in (0, 1)
     }
     assert multiplied == {0: {2}, 1: {1}}
@@ -182,8 +184,16 @@ def test_the_next_kernel_may_launch_before_this_one_waits(kernels):
         assert not lets or lets[0] < kernel.places("ACQBULK")[0], kernel
 
 
+def test_slots_are_loaded_to_stay_in_l2_where_a_thread_has_one_pair(kernels):
+    """A load with a cache hint has a descriptor of its own."""
+    for kernel in [kernel for kernel in kernels if "fast_kernel" in kernel.mangled]:
+        slot, *rows = (re.search(r"desc\[(UR\d+)\]", kernel.code[at].reads)[1] for at in kernel.places("LDG"))
+        assert (slot not in rows) == ("Li1E" in kernel.mangled), kernel
+
+
 def test_no_kernel_spills_to_local_memory(kernels):
     names = [kernel.mangled for kernel in kernels]
-    assert sum("fast_kernel" in name for name in names) == 8  # int64 and int32 slots, two kinds of row, two launches
+    # int64 and int32 slots, two launches; one pair per thread for two kinds of row, and four
+    assert sum("fast_kernel" in name for name in names) == 2 * 2 * 3
     assert sum("general_kernel" in name for name in names) == 10  # five vector widths, two launches
     assert [kernel for kernel in kernels if kernel.places("LDL", "STL")] == []

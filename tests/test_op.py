@@ -282,7 +282,8 @@ def test_the_schema_says_that_caches_are_written(op):
 @pytest.mark.parametrize("head_sizes", [(36, 20), (64, 64)], ids=str)
 @pytest.mark.parametrize("tokens", [3001, 20_001, 200_001])
 def test_a_large_call_is_copied(op, on, tokens, head_sizes):
-    """Large enough for several threads on the CPU, and on a GPU for several vectors per thread."""
+    """Large enough for several threads on the CPU. On an H200, 20,001 tokens of 64 and 64 take four pairs per thread,
+    which reach over heads; the others one."""
     if on == "cpu" and tokens > 100_000:
         pytest.skip("as large as is needed on the CPU: 20,001 tokens")
     generator = torch.Generator(on).manual_seed(0)
@@ -291,7 +292,7 @@ def test_a_large_call_is_copied(op, on, tokens, head_sizes):
         return torch.randint(-(2**15), 2**15, sizes, dtype=torch.int16, device=on, generator=generator)
 
     blocks = tokens // 12 + 5
-    key, value = (random(tokens, 5, size) for size in head_sizes)
+    key, value = (random(tokens, 7, size)[:, 1:6] for size in head_sizes)
     key_cache, value_cache = random(blocks, 12, 5, head_sizes[0]), random(blocks, 5, 12, head_sizes[1]).transpose(1, 2)
     slots = torch.randperm(blocks * 12, device=on, generator=generator)[: tokens - 1]
     slots[::7] = -1

@@ -112,7 +112,8 @@ class Gpu:
     """Bench of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         self.cache_bytes = machine.cache_bytes(device)
         self.best_mhz = 0.0

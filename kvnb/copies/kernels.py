@@ -67,7 +67,7 @@ def _dependent(case: Case, policy: str, timer: str) -> str | None:
 
 
 POLICIES = ("skip", *NULL)
-OUR_SOURCES = (*SOURCES, paths.CSRC / "kvnb_copy.cu", paths.CSRC / "cpu_copy.cpp")
+OUR_SOURCES = (*SOURCES, *(paths.CSRC / name for name in ("capacity.h", "kvnb_copy.cu", "cpu_copy.cpp")))
 COPIES = (
     Copy("kvnb", "kernel", POLICIES, bind_kvnb, ("cuda", "cpu"), supports=built_for("cuda"), sources=OUR_SOURCES),
     Copy("kvnb.dependent", "kernel", POLICIES, bind_dependent, supports=_dependent, sources=OUR_SOURCES),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvnb.problem.inputs import Inputs
 
 MOST_REGIONS = 4096  # regions that calls rotate over
-LIMIT_SOURCES = (*SOURCES, paths.CSRC / "limits.cu")
+LIMIT_SOURCES = (*SOURCES, paths.CSRC / "capacity.h", paths.CSRC / "limits.cu")
 
 
 def regions(inputs: Inputs) -> tuple[Tensor, Tensor]:

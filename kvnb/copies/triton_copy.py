@@ -31,7 +31,7 @@ def _kernel():
         LONGEST: tl.constexpr, TILE: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots + token).to(tl.int64)
+        slot = tl.load(slots + token, eviction_policy="evict_last").to(tl.int64)  # every layer reads the slots again
         element = tl.program_id(1) * TILE + tl.arange(0, TILE)
         head, within = element // LONGEST, element % LONGEST
         in_key = (head < HEADS) & (within < KEY_SIZE)
