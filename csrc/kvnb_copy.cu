@@ -162,7 +162,8 @@ __device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast
 // The next kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel,
 // or any before it, reads or writes.
 template <typename Slot, int kPairs, bool kPowerOfTwo, bool kDependent>
-__global__ void __launch_bounds__(kPairs == 1 ? kThreads : kFourThreads) fast_kernel(const __grid_constant__ FastPlan plan) {
+__global__ void __launch_bounds__(kPairs == 1 ? kThreads : kFourThreads, kPairs == 1 ? 1 : 8)
+    fast_kernel(const __grid_constant__ FastPlan plan) {
   if constexpr (kDependent) let_next_kernel_launch();
   if constexpr (kDependent) wait_for_producer();
   const uint32_t mine = blockIdx.x * (kPairs == 1 ? kThreads : kFourThreads) + threadIdx.x;
@@ -176,10 +177,9 @@ __global__ void __launch_bounds__(kPairs == 1 ? kThreads : kFourThreads) fast_ke
   const uint4* value_from = plan.value_source + (uint64_t{token} * plan.value_token_stride + first);
   uint4 key[kPairs], value[kPairs];
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    key[i] = load(key_from + i * apart);
-    value[i] = load(value_from + i * apart);
-  }
+  for (int i = 0; i < kPairs; ++i) key[i] = load(key_from + i * apart);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) value[i] = load(value_from + i * apart);
 
   const int64_t slot = slot_of(stored);
   const uint32_t low = static_cast<uint32_t>(slot);  // the whole slot, where it is one

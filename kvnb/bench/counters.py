@@ -201,10 +201,11 @@ def _count(case: Case, name: str, timer: str, state: str, device: torch.device) 
         return [{**place, "reason": str(error)}]
     except Exception as error:  # noqa: BLE001  a table of a form that parse does not know, or a copy that cannot say
         return [{**place, "reason": f"{name}, {timer}, {state}: {type(error).__name__}: {error}"}]
+    if timer == "graph":  # ncu may print a launch's shape for it, which is none of its kernels'
+        return [{**place, **{k: v for k, v in kernel.items() if k not in KERNEL.values()}} for kernel in kernels]
     for kernel in kernels:
-        if "block" in kernel:  # not a graph's
-            threads = kernel["threads"] = kernel["blocks"] * kernel["block"]
-            kernel["in_flight"] = kernel["warps"] * 32 * case.written_tokens * case.token_bytes / threads
+        threads = kernel["threads"] = kernel["blocks"] * kernel["block"]
+        kernel["in_flight"] = kernel["warps"] * 32 * case.written_tokens * case.token_bytes / threads
     return [{**place, **kernel} for kernel in kernels]
 
 

@@ -202,7 +202,9 @@ def _full() -> list[Case]:
     factors += [{"block_size": size} for size in (32, 64, 128, 256, 1600)]
     factors += [{"cache_bytes": size * GIB} for size in (4, 64)]
     cases += [_gpu_case(n, **factor) for factor in factors for n in AROUND]
-    return cases + [_gpu_case(n, slots=regime_of(n)) for n in FIRST_LOOK[1:]]
+    cases += [_gpu_case(n, slots=regime_of(n)) for n in FIRST_LOOK[1:]]
+    # rows in slot order, as in one long block: what their being scattered costs
+    return cases + [_gpu_case(n, slots="prefill", block_size=n) for n in FIRST_LOOK[-2:]]
 
 
 def _releases() -> list[Case]:

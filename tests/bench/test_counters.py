@@ -267,6 +267,16 @@ def test_dram_bytes_are_shown_as_shares_of_what_is_read_and_what_is_written():
     assert (first["in flight, KB per SM"], first["registers"], first["threads"]) == ("20.48", "32", "")
 
 
+def test_a_launchs_shape_is_no_graphs(monkeypatch):
+    kernel = {"dram_read": 1.0, "dram_written": 1.0, "l2": 1.0, "registers": 32.0, "blocks": 7.0, "block": 1.0}
+    monkeypatch.setattr(counters, "_ncu", lambda *child: "")
+    monkeypatch.setattr(counters, "parse", lambda told: [dict(kernel)])
+    monkeypatch.setattr(type(REGISTRY["limit.copy"]), "reason_against", lambda self, *asked: None)
+    [row] = counters._count(Case(64), "limit.copy", "graph", "cold", torch.device("cuda"))
+    assert (row["dram_read"], row["state"]) == (1.0, "cold")
+    assert not {"registers", "blocks", "block", "in_flight"} & row.keys()
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_call_is_counted_or_says_why(monkeypatch):
     monkeypatch.setattr(counters, "CALLS", (Case(16384),))

@@ -13,7 +13,7 @@ from kvnb.problem.case import ITEMSIZE, LAYOUTS, MIB, SLOT_PATTERNS, SOURCES, Ca
 
 COMPILED = ("torch.compile", "torch.compile_max", "torch.compile_view")  # a test of their own: compiling takes seconds
 ODD = {"num_tokens": 13, "num_kv_heads": 3, "head_size": 20, "block_size": 12, "padding": 0.25, "cache_bytes": 1 << 16}
-EIGHT = ODD | {"num_kv_heads": 8, "head_size": 128, "cache_bytes": 1 << 20}
+EIGHT = {"num_tokens": 13, "cache_bytes": 1 << 20}
 UNEQUAL = ODD | {"value_head_size": 12, "block_size": 5}
 WIDE = ODD | {"num_tokens": 21, "num_kv_heads": 5, "head_size": 24, "cache_bytes": 1 << 17}  # whole 16 bytes
 LAYOUTS_OF = dict.fromkeys(("torch.index_copy", "torch.scatter", "torch.index_copy_wide", "sglang"), ("NHD",))

@@ -137,7 +137,9 @@ def test_full_holds_what_the_goals_and_the_reader_ask_for():
     for layout in ("NHD", "packed"):
         assert {case.num_kv_heads for case in cases if case.layout == layout} == {1, 2, 4, 8, 16, 32, 128}
     assert {case.head_size for case in cases} == {64, 80, 96, 128, 192, 256}
-    assert {case.block_size for case in cases} == {16, 32, 64, 128, 256, 1600}
+    assert {case.block_size for case in cases} == {16, 32, 64, 128, 256, 1600, 16384, 65536}
+    in_order = [case.num_tokens for case in cases if (case.slots, case.block_size) == ("prefill", case.num_tokens)]
+    assert in_order == [16384, 65536]
     assert {4 * GIB, 64 * GIB} <= {case.cache_bytes for case in cases}
     assert {case.dtype for case in cases} == {"bfloat16", "float16", "float32"}
     assert {case.slots for case in cases} == {"random", "decode", "mixed", "prefill"}
