@@ -87,14 +87,16 @@ class Expectation:
 
         Sets that share no slot are written together: hundreds of small calls would take longer than their timing.
         """
-        if len(set(sources)) > 1 or len(sets.unique()) < sets.numel():
+        real = sets[self._real(sets)]
+        if len(real.unique()) < len(real):
             self.apply((keys[source], values[source], row) for source, row in zip(sources, sets, strict=True))
             return
-        self.calls = [(keys[sources[0]], values[sources[0]], sets[-1])]
+        self.calls = [(keys[sources[-1]], values[sources[-1]], sets[-1])]
         self.sets += sets.unbind()
         most = max(1, TOGETHER_BYTES // max(1, self.inputs.case.num_tokens * self.inputs.case.token_bytes))
-        for some in sets.split(most):
-            rows = (side[sources[0]].repeat(len(some), 1, 1) for side in (keys, values))
+        for begin in range(0, len(sets), most):
+            some, taken = sets[begin : begin + most], sources[begin : begin + most]
+            rows = (torch.stack([side[source] for source in taken]).flatten(0, 1) for side in (keys, values))
             self._write(*rows, some.reshape(-1))
 
     def _write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

@@ -194,6 +194,22 @@ def test_without_padding_nothing_may_be_written_to_the_null_block():
     assert "key_cache slot 0 " in rejection(bent(bend), Case(**PADDED.fields() | {"padding": 0.0}), "null_slot")
 
 
+@pytest.mark.parametrize("together", [1, 2, 5])
+@pytest.mark.parametrize("policy", ["skip", "null_slot", "null_block", "last_slot", "remap"])
+def test_sets_written_together_are_expected_as_one_by_one(monkeypatch, policy, together):
+    case = Case(13, 3, 20, block_size=12, padding=0.25, cache_bytes=1 << 17)
+    made = inputs.make(case, "cpu", policy=policy, source_sets=3, slot_count=5)
+    sources = [0, 1, 2, 0, 1]
+    monkeypatch.setattr("kvnb.bench.check.TOGETHER_BYTES", together * case.num_tokens * case.token_bytes)
+    at_once, one_by_one = Expectation(made), Expectation(made)
+    with monkeypatch.context() as only:
+        only.setattr(Expectation, "apply", None)  # at once, then
+        at_once.apply_sets(made.keys, made.values, made.slots, sources)
+    one_by_one.apply((made.keys[i], made.values[i], row) for i, row in zip(sources, made.slots, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(at_once.storage, one_by_one.storage, strict=True))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(at_once.calls[0], one_by_one.calls[0], strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------------- limits
 
 

@@ -215,10 +215,12 @@ def test_what_sglang_lacks_itself_is_not_taken_for_another_release(monkeypatch, 
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="tvm_ffi_that_is_missing"):
-        check(on_cpu("sglang"), CASE, "cpu")
-    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        with pytest.raises(ModuleNotFoundError, match="tvm_ffi_that_is_missing"):
+            check(on_cpu("sglang"), CASE, "cpu")
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+            del sys.modules[name]  # not monkeypatch's: it would put the stand-in back
 
 
 # ------------------------------------------------------------------------------------------------- absence and identity
