@@ -51,7 +51,7 @@ def test_the_registry_holds_the_designs_copies(registry):
     spellings = {
         f"torch.{name}" for name in ("index_put", "index_copy", "scatter", "index_put_wide", "index_copy_wide")
     }
-    compiled = {"torch.index_put_packed", "torch.compile", "torch.compile_max", "torch.compile_view"}
+    compiled = {"torch.index_put_packed", "torch.compile", "torch.compile_first", "torch.compile_view"}
     limits = {"limit.copy", "limit.copy.memcpy", "limit.launch", "limit.launch.dependent", "limit.event"}
     assert set(registry) >= kernels | spellings | compiled | limits
 
