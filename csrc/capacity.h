@@ -11,6 +11,7 @@ namespace kvnb {
 struct Capacity {
   int64_t threads = 0;
   int64_t l2_bytes = 0;
+  cudaError_t error = cudaSuccess;  // why the others are not known
 
   static const Capacity& of_gpu() {
     static const Capacity gpu;
@@ -20,10 +21,13 @@ struct Capacity {
  private:
   Capacity() {
     int device = 0, multiprocessors = 0, threads_each = 0, bytes = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&threads_each, cudaDevAttrMaxThreadsPerMultiProcessor, device);
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device);
+    auto ask = [&](int& answer, cudaDeviceAttr attribute) {
+      if (error == cudaSuccess) error = cudaDeviceGetAttribute(&answer, attribute, device);
+    };
+    error = cudaGetDevice(&device);
+    ask(multiprocessors, cudaDevAttrMultiProcessorCount);
+    ask(threads_each, cudaDevAttrMaxThreadsPerMultiProcessor);
+    ask(bytes, cudaDevAttrL2CacheSize);
     threads = int64_t{multiprocessors} * threads_each;
     l2_bytes = bytes;
   }

@@ -14,7 +14,7 @@
 //
 // What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
 // stores, so the fast kernel is arranged around the instructions before its loads: no branch, shifts where a row is a
-// power of two, and every parameter that the loads need in one 64-byte line of constants. (ptxas still hoists two
+// power of two, and every parameter that the loads need in one 64-byte line of constants. (ptxas still hoists a few
 // constants of the next line above the loads; see the last road but one.) And that latency should be L2's: the slots are
 // read again by every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
 //
@@ -47,6 +47,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <initializer_list>
 
 #include "capacity.h"
 #include "launch.h"
@@ -230,7 +231,8 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const __grid_constant
   if (in_key) key = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.key, token, head)) + vector);
   if (in_value) value = load(reinterpret_cast<const Vector*>(kvnb::source_row(plan.value, token, head)) + vector);
   const bool written = kvnb::is_written(slot, plan.num_slots);
-  const int64_t block = slot / plan.block_size, offset = slot % plan.block_size;
+  const int64_t at = written ? slot : 0;  // a wild slot's address is never computed
+  const int64_t block = at / plan.block_size, offset = at % plan.block_size;
   store_if(written && in_key, reinterpret_cast<Vector*>(kvnb::cache_row(plan.key, block, offset, head)) + vector, key);
   store_if(written && in_value, reinterpret_cast<Vector*>(kvnb::cache_row(plan.value, block, offset, head)) + vector, value);
 }
@@ -357,6 +359,7 @@ cudaError_t copy_tokens(const Problem& problem, int64_t width, bool dependent, c
 }  // namespace
 
 extern "C" int kvnb_copy_cuda(const Problem* whole, bool dependent, void* stream) {
+  if (Capacity::of_gpu().error != cudaSuccess) return Capacity::of_gpu().error;
   Problem problem = *whole;
   if (is_one_row(problem.key, problem.num_heads) && is_one_row(problem.value, problem.num_heads)) {
     for (Rows* rows : {&problem.key, &problem.value}) {

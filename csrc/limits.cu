@@ -4,10 +4,11 @@
 //   contiguous_copy   the same bytes of K and V without a slot: one launch, 16 bytes a load; vectors per thread and threads
 //                     per block as were fastest on an H200 (us for 8 heads x 128 bf16, inputs just produced):
 //                                        128 tokens  2,048  4,096  8,192  65,536
-//                       1 vector,  256         1.48   4.13    7.9   17.6   126.8   taken where it is more than L2 holds
+//                       1 vector,  256         1.48   4.13    7.9   17.6   126.8   taken from three quarters of L2 on
 //                       2 vectors, 128         1.49   3.64    7.8   17.9   127.5   taken for one wave of threads
 //                       4 vectors, 256         1.67   3.66    7.1   18.5   133.0   taken between
-//   flush             reads a buffer larger than L2, so that no line of a copy stays there and none is left dirty
+//   flush             reads a buffer larger than L2, so that no line of a copy stays there, but for those that a load
+//                     asked to keep, and none is left dirty
 //   clock_probe       one thread counts cycles against the global nanosecond timer, from tick edge to tick edge: the
 //                     SM clock at that moment, and a stretch of time in which the host can fill the queue
 #include <cuda_runtime.h>
@@ -117,6 +118,7 @@ int kvnb_contiguous_copy_cuda(char* key_to, const char* key_from, int64_t key_by
   const Part key = {reinterpret_cast<uint4*>(key_to), reinterpret_cast<const uint4*>(key_from), key_bytes / 16};
   const Part value = {reinterpret_cast<uint4*>(value_to), reinterpret_cast<const uint4*>(value_from), value_bytes / 16};
   const kvnb::Capacity& gpu = kvnb::Capacity::of_gpu();
+  if (gpu.error != cudaSuccess) return gpu.error;
   const int64_t vectors = key.vectors + value.vectors, moved = 2 * 16 * vectors;
   const auto on = static_cast<cudaStream_t>(stream);
   if (vectors <= 2 * gpu.threads) return copy<2, 128>(key, value, on);

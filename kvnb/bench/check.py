@@ -85,7 +85,7 @@ class Expectation:
     ) -> None:
         """`apply` for slot sets `[calls, num_tokens]` at once: call i takes source set `sources[i]`.
 
-        Sets that share no slot are written together: hundreds of small calls would take longer than their timing.
+        Sets that share no real slot are written together: hundreds of small calls would take longer than their timing.
         """
         real = sets[self._real(sets)]
         if len(real.unique()) < len(real):
@@ -96,6 +96,8 @@ class Expectation:
         most = max(1, TOGETHER_BYTES // max(1, self.inputs.case.num_tokens * self.inputs.case.token_bytes))
         for begin in range(0, len(sets), most):
             some, taken = sets[begin : begin + most], sources[begin : begin + most]
+            if len(some) != len(taken):
+                raise ValueError(f"{len(sets)} slot sets and {len(sources)} sources: every call takes one of each")
             rows = (torch.stack([side[source] for source in taken]).flatten(0, 1) for side in (keys, values))
             self._write(*rows, some.reshape(-1))
 

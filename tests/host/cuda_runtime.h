@@ -1,0 +1,59 @@
+// cuda_runtime.h: as much of CUDA as csrc/kvnb_copy.cu needs to run on the CPU, one thread after another.
+//
+// HOST_THREADS and HOST_L2 say what the GPU would hold; last_block() what the last launch's blocks were.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+inline dim3 blockIdx, threadIdx, gridDim, blockDim;
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+template <typename T>
+T min(T a, T b) {
+  return a < b ? a : b;
+}
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxThreadsPerMultiProcessor, cudaDevAttrL2CacheSize };
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrL2CacheSize ? HOST_L2 : attribute == cudaDevAttrMultiProcessorCount ? 1 : HOST_THREADS;
+  return cudaSuccess;
+}
+
+template <typename Plan>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Plan), const Plan& plan) {
+  gridDim = config->gridDim, blockDim = config->blockDim;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) kernel(plan);
+  return cudaSuccess;
+}
+extern "C" unsigned last_block() { return blockDim.x; }
