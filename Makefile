@@ -11,7 +11,7 @@ NEEDS := needs.txt
 # Only variables of the command line count, so that a RUN or GPU left in the environment changes nothing.
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command line,$(origin $(name))),$(name)))
 MEASURING := DEVICE GRID COPIES TIMERS RUN WORKERS ROUNDS COPIES_FROM
-KNOWN := $(MEASURING) GPU TESTS PYTHON VENV TORCH_INDEX WHEELS NEEDS
+KNOWN := $(MEASURING) GPU A B TESTS PYTHON VENV TORCH_INDEX WHEELS NEEDS
 UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
 ifneq ($(UNKNOWN),)
 $(error $(shell $(PYTHON) -c 'import difflib, sys; known = sys.argv[1].split(); print("; ".join(name + " is not a variable of this Makefile" + "".join(", did you mean " + near for near in difflib.get_close_matches(name.upper(), known, 1, 0.4)) for name in sys.argv[2:]), "(valid:", ", ".join(known) + ")")' '$(KNOWN)' $(UNKNOWN)))
@@ -57,7 +57,7 @@ test: set-up ## lint, layers, stripped notebooks, README, all tests (TESTS="-k n
 	@$(RUNNER) -m pytest $(if $(VENV),-n 2 --dist loadfile) $(TESTS)
 
 lab: set-up ## open the notebooks in JupyterLab
-	@$(RUNNER) -m jupyter lab notebooks
+	@$(RUNNER) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 measure: set-up ## measure only: data/local/<run>.parquet
 	@$(RUNNER) -m kvnb measure $(measuring) $(call option,RUN,run)
@@ -67,6 +67,9 @@ render: set-up ## render data/recorded/<gpu>/ into reports/<gpu>/ (GPU=h200: one
 
 record: set-up ## measure a record of this GPU: data/recorded/<gpu>/<date>_<grid>_<commit>.parquet
 	@$(RUNNER) -m kvnb record $(measuring) $(call option,RUN,run)
+
+compare: set-up ## how fast B's copies are against A's: A=run file B=run file
+	@$(RUNNER) -m kvnb compare "$$A" "$$B"
 
 readme: set-up ## splice the newest record's answer into README.md
 	@$(RUNNER) -m cogapp -r README.md

@@ -114,7 +114,7 @@ def report(values: dict) -> None:
     runs = [*mine * (values["grid"] != "padding"), *answers.recorded().values()]
     outcomes.append(_execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
     reserve, padded = _null_block(padded, folder, device=values["device"])
-    outcomes += [reserve, *_by_release(releases, folder)]
+    outcomes += [reserve, *_by_release(releases, folder), *_two_runs(None, mine, folder)]
     index = pages.report(folder, outcomes, runs, releases, padded)
     if not any(outcome.failure for outcome in outcomes):
         fresh = paths.REPORTS / f".latest.{os.getpid()}"
@@ -141,7 +141,8 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
                             for grid in ("padding", "releases"))  # fmt: skip
         reserve, padded = _null_block(padded, folder, live="no")
         timers = _execute("06_timers", {"run": _from_root(recorded[name]), "live": "no"}, folder)
-        outcomes += [reserve, *_by_release(releases, folder), timers]
+        alike = [*recorded[name].parent.glob(f"????-??-??_{recorded[name].stem.split('_')[1]}_*.parquet")]
+        outcomes += [reserve, *_by_release(releases, folder), timers, *_two_runs(alike, [recorded[name]], folder)]
         pages.figure(folder, recorded[name])
         index = pages.report(folder, outcomes, [recorded[name]], releases, padded)
         _tell(index, outcomes, [recorded[name]], padded)
@@ -159,6 +160,21 @@ def _null_block(runs: list[Path], folder: Path, **values: object) -> tuple[Outco
 def _by_release(runs: list[Path], folder: Path) -> list[Outcome]:
     """05_releases on runs of grid `releases`, where there are any."""
     return [_execute("05_releases", {"runs": [_from_root(path) for path in runs]}, folder)] if runs else []
+
+
+def _two_runs(files: list[Path] | None, newest: list[Path], folder: Path) -> list[Outcome]:
+    """07_runs on the two newest of these files (None: all there are) that are of one grid and GPU, if `newest` is B."""
+    from kvnb.report import compare
+
+    try:
+        pair = compare.find(files=files) if newest else []
+        if len(pair) < 2 or pair[1] not in newest:
+            return []
+        compare.Comparison(*pair)
+    except ValueError as error:  # an older run that will not do is no reason to lose this report
+        print(f"kvnb: 07_runs left out: {error}", file=sys.stderr)
+        return []
+    return [_execute("07_runs", dict(zip("ab", map(_from_root, pair))), folder)]
 
 
 def _tell(index: Path, outcomes: list, runs: list[Path], padded: list[Path]) -> None:
@@ -207,6 +223,18 @@ def _measure(values: dict, path: Path | None = None) -> None:
 
     with refusing():
         print(run.measure(**values, path=path))
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a run file, as data/recorded/h200/X.parquet")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another, of any GPU, commit or torch")],
+) -> None:
+    """Compare two run files cell by cell: what differs between them, then the speedup of B over A."""
+    from kvnb.report.compare import Comparison
+
+    with refusing():
+        print(Comparison(a, b).told(), end="")
 
 
 @app.command()

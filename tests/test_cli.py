@@ -36,6 +36,8 @@ def nothing_written(tmp_path, monkeypatch):
         (["record", "--device", "cpu"], "a record is a GPU's"),
         (["record", "--device", "cpu", "--copies", "kvnb"], "No such option: --copies"),
         (["render", "--gpu", "h9000"], "no run is recorded yet"),
+        (["compare", "gone.parquet", "lost.parquet"], "gone.parquet does not exist; run files lie in"),
+        (["compare", "gone.parquet"], "Missing argument 'B'"),
     ],
 )
 def test_wrong_parameters_are_refused(arguments, told, nothing_written):

@@ -37,7 +37,7 @@ CELL = [*PLACE, "copy", "family", "policy"]
 
 
 @lru_cache(maxsize=64)
-def _draws(rounds: tuple[int, ...]) -> np.ndarray:
+def draws(rounds: tuple[int, ...]) -> np.ndarray:
     """Bootstrap draws `[RESAMPLES, workers * most rounds]`: positions in the workers' rounds, end to end."""
     rng = np.random.default_rng(SEED)
     counts, starts = np.array(rounds), np.cumsum([0, *rounds[:-1]])
@@ -65,7 +65,7 @@ def intervals(rounds: pd.DataFrame, keys: list[str], value: str) -> pd.DataFrame
     for shape, numbers in alike.items():
         for some in np.array_split(numbers, -(-len(numbers) // TOGETHER)):
             matrix = values[first[some][:, None] + np.arange(sum(shape))]
-            medians = np.median(matrix[:, _draws(shape)], axis=2)
+            medians = np.median(matrix[:, draws(shape)], axis=2)
             table[some] = np.column_stack([np.median(matrix, axis=1), *np.percentile(medians, [2.5, 97.5], axis=1)])
     named = rounds[keys].iloc[order[first]].reset_index(drop=True)
     return named.assign(median=table[:, 0], low=table[:, 1], high=table[:, 2])

@@ -18,6 +18,9 @@ Slots rotate without larger graphs: a graph reads its slot sets from fixed buffe
 those before every replay. Timer `call` reaches its states by reading a buffer of 2 x L2 (a flush by writing would
 leave dirty lines whose write-back the copy would pay for), and, for `produced`, writing the sources anew.
 
+A load can ask L2 to keep its line. What one copy keeps is released before the next is timed; what it keeps itself, such
+as the slots, which a graph's replays read at the same addresses, as a server's layers do, stays for its own samples.
+
 Everything that touches a clock or a GPU goes through a Bench, so that tests run the same loop on a fake one.
 """
 
@@ -95,6 +98,7 @@ class Bench(Protocol):
     def clock_mhz(self, probe: object) -> float: ...
     def settle(self) -> None: ...
     def flush(self) -> None: ...
+    def release(self) -> None: ...
     def synchronize(self) -> None: ...
     def now(self) -> float: ...
     def throttled(self) -> str | None: ...
@@ -183,6 +187,14 @@ class Gpu:
             self._flushed.view(torch.int64).amax()
         else:
             self._ops.flush(self._flushed, self._sink)
+
+    def release(self) -> None:
+        """Lines that loads asked L2 to keep become lines like all others: a flush passes them by."""
+        from cuda.bindings import runtime
+
+        [error] = runtime.cudaCtxResetPersistingL2Cache()
+        if error != runtime.cudaError_t.cudaSuccess:
+            raise RuntimeError(f"cudaCtxResetPersistingL2Cache failed: {error.name}")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -382,8 +394,10 @@ class GraphTimed(Timed):
 
     def visit(self) -> Iterator[tuple[float, float | None]]:
         bench = self.bench
+        bench.release()
         self.refill()
-        self.shorter.replay()  # thrown away: the caches still hold what the last copy left
+        for graph in filter(None, (self.shorter, self.longer)):
+            graph.replay()  # thrown away: the caches still hold what the last copy left
         before = bench.probe(FILL_NS)
         marks = []
         for _ in range(self.samples):
@@ -472,6 +486,7 @@ class EagerTimed(Timed):
 
     def _visit_calls(self) -> Iterator[tuple[float, float | None]]:
         bench, marks, probes = self.bench, [], []
+        bench.release()
         for _ in range(1 + SAMPLES):
             call = self.calls[self._next % len(self.calls)]
             self._next += 1

@@ -7,7 +7,6 @@ Everything is about one run on one machine. The headline is part `write`, no pad
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -22,24 +21,36 @@ from kvnb.copies.releases import numbers as age
 from kvnb.problem.case import CASE_FIELDS, Case
 from kvnb.problem.models import MODELS
 from kvnb.problem.slots import POLICIES
+from kvnb.report.words import (
+    ISSUE,
+    LABELS,
+    OURS,
+    USUAL,
+    VLLM,
+    cell_name,
+    count,
+    duration,
+    interval,
+    label,
+    line_name,
+    neither,
+    release,
+    speedup,
+    times,
+)
 
-OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
 BEST, PLAIN = "fastest PyTorch", "fastest plain PyTorch"  # in each cell, the fastest copy of these families
 GROUPS = {BEST: ("torch", "compile"), PLAIN: ("torch",)}
-VLLM = "vLLM's 2024 design, rewritten"
-LABELS = {"vllm.scalar": f"vllm.scalar ({VLLM})", ISSUE: f"{ISSUE} (the issue's)"}
-ASKED = (ISSUE, PLAIN, "torch.compile")  # of PyTorch, against the kernel that vLLM ships
 FIRST = "torch.compile_first"
 PEERS = ("flashinfer", "sglang", "vllm")  # installed packages
 LAYOUTS = ("packed", "NHD", "HND")
 LINE = ["layout", "num_kv_heads", "head_size", "value_head_size", "block_size", "dtype", "source", "slots", "cache"]
-USUAL = {"dtype": "bfloat16", "source": "contiguous", "slots": "random", "block_size": 16, "cache": ""}
 EIGHT = {"num_kv_heads": 8, "head_size": 128, "value_head_size": 128}
 REGIMES = ("decode", "mixed", "prefill")
 LAYERS = 32  # that share one `step` in the step figure: Llama-3.1-8B's
 NOTE = (
     "A speedup of 2 says that a copy takes half the other's time. The fastest PyTorch copy is chosen anew in each "
-    "cell, compiled ones included (plain: without them). FASTER and SLOWER need an interval beyond the margin, which "
+    "case, compiled ones included (plain: without them). FASTER and SLOWER need an interval beyond the margin, which "
     "is 2 % or the run's noise floor where that is larger; a noise floor above "
     f"{100 * stats.WIDEST_SAME:.0f} % hides what is smaller, and SAME is not said then. vllm.scalar is {VLLM}: no "
     "verdict on vLLM rests on it."
@@ -162,57 +173,7 @@ def by_layout(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(layout, here) for layout in LAYOUTS if len(here := rows[rows["layout"] == layout])]
 
 
-# -- how numbers and names read
-
-
-def label(copy: str) -> str:
-    return LABELS.get(copy, copy)
-
-
-def release(copy: str) -> str:
-    """The version in `vllm==X`; empty for other copies and for `vllm==X.cubin`, which stands beside its op."""
-    found = re.fullmatch(r"vllm==(\d[\w.]*)", copy)
-    return found[1] if found and not copy.endswith(".cubin") else ""
-
-
-def times(ratio: float) -> str:
-    """Three digits; `z` keeps a rounded -0.00 from showing its sign."""
-    return f"{ratio:z.{2 if abs(ratio) < 10 else 1 if abs(ratio) < 100 else 0}f}"
-
-
-def duration(seconds: float) -> str:
-    """Three digits, in us, ms or s."""
-    scale, unit = next(((s, u) for s, u in ((1e6, "us"), (1e3, "ms")) if abs(seconds) * s < 1000), (1, "s"))
-    return f"{times(seconds * scale)} {unit}"
-
-
-def line_name(row: dict | pd.Series, layout: bool = False) -> str:
-    """`8x128`, then what is not as in USUAL, then its layout."""
-    value = f"/{row['value_head_size']}" if row["value_head_size"] != row["head_size"] else ""
-    words = {"slots": "{} slots", "block_size": "blocks of {}"}
-    odd = [words.get(name, "{}").format(row[name]) for name, usual in USUAL.items() if row[name] != usual]
-    return " ".join([f"{row['num_kv_heads']}x{row['head_size']}{value}", *odd, *[row["layout"]] * layout])
-
-
-def cell_name(row: dict | pd.Series) -> str:
-    return f"{count(row['num_tokens'], 'token')} of {line_name(row, layout=True)}"
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
-def interval(row: dict | pd.Series) -> str:
-    return f"{times(row['speedup'])} [{times(row['low'])}, {times(row['high'])}]"
-
-
-def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
-    """Geometric mean of speedups: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
-    mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
-    told = f"{interval(mean)} {mean['verdict']}"
-    spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
-    lost = (rows["verdict"] == "SLOWER").sum()
-    return f"{told} ({count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told
+# -- sentences
 
 
 def _by_regime(rows: pd.DataFrame) -> str:
@@ -222,61 +183,67 @@ def _by_regime(rows: pd.DataFrame) -> str:
     return ", ".join(told) or "not measured"
 
 
-# -- sentences
-
-
 def headline(run: Run) -> str:
-    """The issue's second TODO in a few sentences: does PyTorch's copy outperform the hand-written kernel?
+    return f"{run.about}. {answer(run)} {certainty(run)}"
 
-    First the kernel that vLLM ships, where the run holds it, then kvnb, what it loses first; means of one layout.
+
+def answer(run: Run) -> str:
+    """The issue's second TODO in two sentences: does PyTorch's copy outperform the hand-written kernel?
+
+    How often the fastest PyTorch copy does, then how the issue's own line fares, each against the kernel that vLLM
+    ships, where the run holds it, and against kvnb: what PyTorch wins first.
     """
-    best = run.against(BEST)
-    if best.empty:
-        return f"{run.about}: no answer, as no cell holds both kvnb and a PyTorch copy."
-    margin = best["margin"].max()
-    noise = f"a noise floor of {margin:,.0%} hides smaller differences" if margin > stats.WIDEST_SAME else ""
-    ours = f"against the {BEST} copy, kvnb is {_score(best, 'SLOWER', BEST)}"
-    if run.shipped:
-        scores = [f"{the(copy)} is {_score(run.speedups(copy, run.shipped), 'FASTER', copy)}" for copy in ASKED]
-        ours = f"against {run.shipped}, the kernel that vLLM ships, {'; '.join(scores)}. A{ours[1:]}"
-        ours += f"; against {run.shipped}, {_score(run.against(run.shipped), 'SLOWER', run.shipped)}"
-    layout = run.layouts[0]
-    rivals = filter(None, (BEST, run.shipped, ISSUE))
-    means = [f"over {the(b)} {_by_regime(rows_of(run.against(b), {'layout': layout}))}" for b in rivals]
-    told = f"{ours}. Its speedup, {layout}: {'; '.join(means)}."
-    return f"{run.about}, {noise or f'margin {margin:.1%}'}: {told}{_reservations(run)}"
+    named = {run.shipped: f"the kernel that vLLM ships ({run.shipped})", OURS: f"our hand-written kernel ({OURS})"}
+    kernels = [name for name in named if name and len(run.speedups(name, BEST))]
+    if not kernels:
+        return "No answer, as no case holds both a hand-written kernel and a PyTorch copy."
+    won, lost = ((run.speedups(kernels[0], BEST)["verdict"] == word).sum() for word in ("SLOWER", "FASTER"))
+    often = ("Mostly" if lost else "Yes") if won > lost else ("Seldom" if won < lost else "As often as not")
+    best = ", and it ".join(f"beats {named[name]} {_score(run.speedups(name, BEST))}" for name in kernels)
+    issue = "; it ".join(_pace(run.speedups(name, ISSUE), name) for name in kernels)
+    what = f"{often if won else 'No'}: the {BEST} copy of each case {best}"
+    return f"{what}. The issue's own line, {ISSUE}, {issue}."
+
+
+def _score(rows: pd.DataFrame) -> str:
+    """How b fares against a: `in 12 of 98 cases, by up to 1.22 [1.19, 1.23] times (b), and loses in 66, ...`."""
+    won, lost = ((rows["verdict"] == verdict).sum() for verdict in ("SLOWER", "FASTER"))
+    least, most = (rows.loc[place] for place in (rows["speedup"].idxmin(), rows["speedup"].idxmax()))
+    turned = {"speedup": 1 / least["speedup"], "low": 1 / least["high"], "high": 1 / least["low"]}
+    top = f", by up to {interval(turned)} times ({least['b']})," if won else ""
+    worst = f", by up to {interval(most)}" if lost else ""
+    return f"in {won or 'none'} of {count(len(rows), 'case')}{top} and loses in {lost or 'none'}{worst}"
+
+
+def _pace(rows: pd.DataFrame, name: str) -> str:
+    """`beats kvnb in none of 98 cases (packed: kvnb is 5.05 [4.96, 5.09] times as fast in decode and ...)`."""
+    if rows.empty:
+        return f"was not measured beside {name}"
+    layout, here = by_layout(rows)[0]
+    means = {row["regime"]: row for row in stats.summarise(here, ["regime"]).to_dict("records")}
+    told = [f"{interval(row)} times as fast{neither(row)} in {regime}"
+            for regime, row in means.items() if regime != "mixed" or len(means) == 1]  # fmt: skip
+    won = (rows["verdict"] == "SLOWER").sum() or "none"
+    return f"beats {name} in {won} of {count(len(rows), 'case')} ({layout}: {name} is {' and '.join(told)})"
+
+
+def certainty(run: Run) -> str:
+    """What the intervals rest on, which differences are not called, and which copies have no time."""
+    rounds, workers = run.samples.loc[run.samples["status"] == "ok", ["round", "worker"]].nunique()
+    few = " (not 3: they are too short)" * (workers < 3)
+    told = f"In brackets: 95 % intervals, from {count(workers, 'worker')}{few} of up to {count(rounds, 'round')}."
+    margin = max(run.speedups(name, BEST)["margin"].max() for name in {run.shipped or OURS, OURS})
+    if margin > 0:
+        hidden = f"A noise floor of {margin:,.0%} hides smaller differences."
+        told += f" {hidden if margin > stats.WIDEST_SAME else f'A difference below {margin:.1%} counts as none.'}"
+    cells = run.every_cell[run.every_cell["family"].isin([*GROUPS[BEST], "peer"])]
+    absent = sorted(set(cells["copy"]) - set(cells.loc[cells["status"] == "ok", "copy"]))
+    return told + (f" Without a time in this run: {', '.join(absent)}." if absent else "")
 
 
 def the(copy: str) -> str:
     """A copy's name within a sentence."""
     return f"the {copy} copy" if copy in GROUPS else label(copy)
-
-
-def _score(rows: pd.DataFrame, first: str, other: str) -> str:
-    """`faster in 31 of 98 cells, by up to 2.21 [2.20, 2.22] times (...), and slower in 60`, or the other way round.
-
-    The brackets hold the cell, and the copy that was `other` there, where that is a key of GROUPS.
-    """
-    if rows.empty:
-        return "not measured"
-    far, second = rows[rows["verdict"] == first], "SLOWER" if first == "FASTER" else "FASTER"
-    told = f"{first.lower()} in {len(far)} of {count(len(rows), 'cell')}"
-    if len(far):
-        row = far.sort_values("speedup", ascending=first == "SLOWER", kind="stable").iloc[0].to_dict()
-        copy = f"{row['ab'[first == 'SLOWER']]}, " if other in GROUPS else ""
-        if first == "SLOWER":
-            row |= {"speedup": 1 / row["speedup"], "low": 1 / row["high"], "high": 1 / row["low"]}
-        told += f", by up to {interval(row)} times ({copy}{cell_name(row)}),"
-    return f"{told} and {second.lower()} in {(rows['verdict'] == second).sum()}"
-
-
-def _reservations(run: Run) -> str:
-    """What the headline must not hide: copies without any time, and too few workers."""
-    cells = run.every_cell[run.every_cell["family"].isin([*GROUPS[BEST], "peer"])]
-    absent = sorted(set(cells["copy"]) - set(cells.loc[cells["status"] == "ok", "copy"]))
-    text = f" Without a time in this run: {', '.join(absent)}." if absent else ""
-    workers = int(run.samples["worker"].max()) + 1
-    return text + (f" Only {count(workers, 'worker')}, not 3: the intervals are too short." if workers < 3 else "")
 
 
 def sentences(run: Run) -> list[str]:
@@ -340,35 +307,30 @@ def note(runs: Iterable[Run]) -> str:
     return NOTE + " Until vLLM's wheels are measured, nothing else here says what vLLM does." * silent
 
 
-def summary_markdown(run: Run) -> str:
-    """Headline, sentences, tables and note, for README."""
-    told = [headline(run), "", *[f"- {text}" for text in sentences(run)], ""]
-    for table in filter(len, (issue_table(run), verdict_table(run))):
-        rows = [table.columns, ["---"] * len(table.columns), *table.to_numpy()]
-        told += [*("| " + " | ".join(row) + " |" for row in rows), ""]
-    return "\n".join([*told, note([run])])
-
-
 # -- tables
 
 
 def verdict_table(run: Run, copies: Iterable[str] = ()) -> pd.DataFrame:
     """Layout, copy, and per regime kvnb's speedup over it as a geometric mean: `2.10 [2.05, 2.15] FASTER (...)`."""
-    main = (run.shipped, BEST, PLAIN, ISSUE, "torch.compile", FIRST, "triton", *PEERS, "vllm.scalar", *run.yours)
-    return _verdicts(run, [(OURS, copy, copy) for copy in copies or main if copy], "kvnb's speedup over")
+    return _verdicts(run, OURS, copies or main_copies(run))
+
+
+def main_copies(run: Run, kernel: str = OURS) -> list[str]:
+    """What a hand-written kernel is compared with first: kvnb with all, the kernel that vLLM ships with PyTorch's."""
+    asked = [BEST, ISSUE, "torch.compile", FIRST, PLAIN]
+    main = [run.shipped, *asked, "triton", *PEERS, "vllm.scalar", *run.yours] if kernel == OURS else asked
+    return [copy for copy in main if copy and len(run.speedups(kernel, copy))]
 
 
 def issue_table(run: Run) -> pd.DataFrame:
-    """The issue's question: PyTorch's speedup over the kernel that vLLM ships; empty where the run does not hold it."""
-    pairs = [(copy, run.shipped, copy) for copy in (*ASKED, FIRST) if run.shipped]
-    return _verdicts(run, pairs, f"speedup over {run.shipped} of")
+    """The issue's question: `verdict_table` of the kernel that vLLM ships; empty where the run does not hold it."""
+    return _verdicts(run, run.shipped or "vLLM", main_copies(run, run.shipped) if run.shipped else [])
 
 
-def _verdicts(run: Run, pairs: list[tuple[str, str, str]], title: str) -> pd.DataFrame:
-    """A row per layout and (a, b, the copy that the row is about): the geometric mean of speedups per regime."""
-    rows = []
-    for layout, (a, b, copy) in itertools.product(run.layouts, pairs):
-        regimes = rows_of(run.speedups(a, b), {"layout": layout}).groupby("regime")
+def _verdicts(run: Run, kernel: str, copies: Iterable[str]) -> pd.DataFrame:
+    rows, title = [], f"{kernel}'s speedup over"
+    for layout, copy in itertools.product(run.layouts, copies):
+        regimes = rows_of(run.speedups(kernel, copy), {"layout": layout}).groupby("regime")
         rows.append({"layout": layout, title: label(copy)} | {regime: speedup(cells) for regime, cells in regimes})
     table = pd.DataFrame(rows, columns=["layout", title, *REGIMES]).dropna(subset=list(REGIMES), how="all")
     return table.dropna(axis="columns", how="all").fillna("not measured")
@@ -391,6 +353,24 @@ def limits_table(run: Run) -> pd.DataFrame:
         "% of limit.copy": most["limit_percent"].map("{:.1f}".format),
     }
     return pd.DataFrame(columns).replace("nan", "").reset_index(drop=True)
+
+
+def scattered(run: Run) -> str:
+    """What rows that are scattered cost: at random slots, in blocks of 16, against slot order in one long block.
+
+    These are two cases, so that the ratio of their times has no interval. Empty where a run has no rows in slot order.
+    """
+    cells = run.cells().replace({"copy": {"limit.copy.memcpy": "limit.copy"}}).query("copy in [@OURS, 'limit.copy']")
+    same = ["copy", "num_tokens", *(name for name in LINE if name not in ("slots", "block_size"))]
+    cells = cells.sort_values("seconds", kind="stable")
+    order = cells.query("slots == 'prefill' and block_size == num_tokens").drop_duplicates(same)
+    random = rows_of(cells, {name: USUAL[name] for name in ("slots", "block_size")}).drop_duplicates(same)
+    both = random.merge(order[[*same, "seconds"]], on=same, suffixes=("", "_in_order"))
+    both = both.sort_values(["num_tokens", "copy"])
+    told = [f"{row['copy']} {duration(row['seconds'])} against {duration(row['seconds_in_order'])}, "
+            f"{times(row['seconds'] / row['seconds_in_order'])} times as long ({cell_name(row)})"
+            for row in both.to_dict("records")]  # fmt: skip
+    return f"Rows at random slots against rows in slot order: {'; '.join(told)}." if told else ""
 
 
 def worth(run: Run) -> pd.DataFrame:
@@ -655,8 +635,8 @@ def alt(figure: str, run: Run, layout: str = "") -> str:
     if table.empty:
         return f"{title}: nothing to draw, as this run lacks {needs}."
     if figure == "heads":
-        told = f"{title} on {run.machine}, {layout or run.line['layout']}: {_score(table, 'SLOWER', BEST)}"
-        return f"Heat map by tokens and heads. {told}; {speedup(table)}."
+        told = f"{title} on {run.machine}, {layout or run.line['layout']}: {speedup(table)}"
+        return f"Heat map by tokens and heads. {told}; the {BEST} copy wins {_score(table)}."
     lines = "num_tokens" if figure == "releases" else "copy"
     read, each = duration if column == "seconds" else "{:.0f} %".format, []
     for (panel, line), points in table.groupby(["panel", lines], sort=lines == "copy"):
@@ -670,4 +650,17 @@ def alt(figure: str, run: Run, layout: str = "") -> str:
     if figure == "releases":
         each_has = ", ".join(f"{copy} {registers(copy)}" for copy in sorted(table["copy"].unique(), key=age))
         what = f"8x128, by release with registers per thread {each_has}"
-    return f"Line chart. {title} on {run.machine}, {what}: {', '.join(each)}."
+    return f"Line chart. {title} on {run.machine}, {what}: {_found(table, column)}{', '.join(each)}."
+
+
+def _found(table: pd.DataFrame, column: str) -> str:
+    """A line chart's finding: the fastest copy at the fewest and at the most tokens, of its panel listed first."""
+    panels, order = sorted(table["panel"].unique()), {layout: place for place, layout in enumerate(LAYOUTS)}
+    panel = min(panels, key=lambda name: order.get(name.split(",")[0], 0))
+    copies, told = table[(table["family"] != "limit") & (table["panel"] == panel)], []
+    if copies["copy"].nunique() < 2:
+        return ""
+    for tokens in dict.fromkeys((copies["num_tokens"].min(), copies["num_tokens"].max())):
+        here = copies[copies["num_tokens"] == tokens].set_index("copy")[column]
+        told.append(f"{label(here.idxmin() if column == 'seconds' else here.idxmax())} at {count(tokens, 'token')}")
+    return f"fastest{panel and f' ({panel})'} is {', and '.join(told)}; "

@@ -23,7 +23,7 @@ from kvnb import paths
 from kvnb.report import parameters
 
 TIME_LIMITS = {"01_copies": 300, "02_measure": 3600, "03_compare": 900, "04_null_block": 1800}  # s
-TIME_LIMITS |= {"05_releases": 900, "06_timers": 1800}
+TIME_LIMITS |= {"05_releases": 900, "06_timers": 1800, "07_runs": 900}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -63,6 +63,7 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
     except DeadKernelError:
         failure = "the kernel died: out of memory, or a crash in compiled code"
     notebook = clean(nbformat.read(running, as_version=4))
+    notebook.cells[0].source = notebook.cells[0].source.replace("(../README.md)", "(index.html)")  # the report's own
     if failure:
         why = f"**This notebook stopped:** {failure.splitlines()[-1]}"
         notebook.cells.append(nbformat.v4.new_markdown_cell(why, id="stopped"))

@@ -322,7 +322,7 @@ def padding_alt(run: PaddedRun, copy: str) -> str:
 def shares_alt(shares: pd.DataFrame) -> str:
     told = [f"{name}: median {here.median():.1%}, {USUALLY:.0%} of steps at most {here.quantile(USUALLY):.1%}"
             for name, here in shares.groupby("captured")["share"]]  # fmt: skip
-    return f"Cumulative share of steps by a decode batch's padded share, for captured sizes {'; '.join(told)}."
+    return f"Line charts. Padded share of a decode batch by share of steps, for captured sizes {'; '.join(told)}."
 
 
 def memory_alt() -> str:

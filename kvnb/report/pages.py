@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 from kvnb import paths
-from kvnb.report import answers, null_block, plots
+from kvnb.report import answers, front, null_block, plots
 from kvnb.report.execute import ANSI, Outcome
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,22 +37,28 @@ def page(outcome: Outcome, links: Iterable[tuple[str, str]]) -> Path:
 
 
 def report(
-    folder: Path, outcomes: list[Outcome], runs: list[Path], releases: Iterable[Path] = (), padded: Iterable[Path] = ()
+    folder: Path, outcomes: list[Outcome], runs: list[Path], releases: Sequence[Path] = (), padded: Sequence[Path] = ()
 ) -> Path:
-    """Write into `folder` a page per notebook, and `index.html` with the answers of `runs`; returns its path.
+    """Write into `folder` a page per notebook, summary.md, and index.html with the answers of `runs`; returns its path.
 
     `releases`, `padded`: the runs of 05_releases and of 04_null_block, whose answers stand there too; without any
-    `padded`, what is known without one.
+    `padded`, what is known without one. Where `folder` holds an explore.html, it is linked.
     """
-    links = [("Answer", "index.html"), *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
+    explore = [("explore", "explore.html")] * (folder / "explore.html").is_file()
+    links = [("Answer", "index.html"), *explore, *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
     for outcome in outcomes:
         page(outcome, links)
-    values = {"answers": answers, "null_block": null_block}
+    answered = [(answers.load(path), path, *_links(path, folder)) for path in runs]
+    others = [_links(path, folder)[0] for path in (*padded, *releases)]
+    padded, releases = [*map(null_block.load, padded)], [*map(answers.load, releases)]
+    values = {"answers": answers, "null_block": null_block, "front": front, "explore": bool(explore)}
     values["failed"] = [outcome for outcome in outcomes if outcome.failure]
-    answered = [(answers.load(path), *_links(path, folder)) for path in runs]
-    values["releases"] = [answers.release_headline(answers.load(path)) for path in releases]
-    values["decisions"] = null_block.decisions(padded)
-    return _write(folder / "index.html", "report.html.j2", links=links, answered=answered, **values)
+    values["held"] = [outcome.name for outcome in outcomes]
+    values |= {"reserves": padded or [None], "others": others}
+    values["pictures"] = front.pictures(answered[0][0], releases, padded) if answered else []
+    with paths.whole(folder / "summary.md") as partial:
+        partial.write_text(front.summary([answers.load(path) for path in runs], padded), encoding="utf-8")
+    return _write(folder / "index.html", "report.html.j2", links=links, answered=answered, releases=releases, **values)
 
 
 def _links(path: Path, folder: Path) -> tuple[str, str]:
@@ -76,14 +82,12 @@ def figure(folder: Path, run: Path) -> None:
 
 
 def readme() -> str:
-    """README's answer: each recorded GPU's summary and figure."""
+    """README's answer for each recorded GPU: two sentences to each question, a table, a figure, a link to the rest."""
     told = []
     for gpu, path in answers.recorded().items():
-        run = answers.load(path)
+        run, padded = answers.load(path), answers.recorded(null_block.GRID).get(gpu)
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
-        told += [f"### {run.machine}", answers.summary_markdown(run), f"![{alt}](reports/{gpu}/latency.png)"]
-        if padded := answers.recorded(null_block.GRID).get(gpu):
-            told += [f"#### {null_block.ASKED}", null_block.markdown(null_block.decisions([padded])[0])]
-        if releases := answers.recorded("releases").get(gpu):
-            told.append(f"By vLLM release: {answers.release_headline(answers.load(releases))}")
+        told += [f"### {front.title(run)}", front.told([run], [null_block.load(padded)] if padded else [])]
+        told += [front.compact(run).markdown(), f"![{alt}](reports/{gpu}/latency.png)"]
+        told.append(f"Every copy, figure and number: [reports/{gpu}/index.html](reports/{gpu}/index.html).")
     return "\n\n".join(told) or "No run is recorded yet: `make report` measures one."

@@ -87,6 +87,10 @@ TABLES: dict[str, tuple[Parameter, ...]] = {
         Parameter("run", None, "a run file; None takes the newest, a GPU's where there is one", _file),
         Parameter("live", "auto", "measure on a GPU: auto, yes, or no (show a record)", _one_of(LIVE)),
     ),
+    "07_runs": (
+        Parameter("a", None, "a run file; None takes the newest but one of the same grid and GPU", _file),
+        Parameter("b", None, "a run file; None takes the newest that has another to compare with", _file),
+    ),
 }
 
 

@@ -78,6 +78,9 @@ class FakeGpu(TorchDispatchMode):
     def _log(self, what: str, writes: list[tuple] = ()) -> None:
         self.log.append((what.removeprefix("aten::"), [write for write in writes if write]))
 
+    def release(self) -> None:
+        self._log("release")
+
     def capture(self, calls) -> Graph:
         self.recording = []
         try:
@@ -309,10 +312,10 @@ def test_a_visit_discards_a_replay_and_refills_before_every_sample():
     slow, fast = cell(SLOW), cell(FAST)
     run = Run(slow, fast)
     for log in run.logs(slow):
-        assert names(log) == ["copy_", "replay", "probe", *3 * SAMPLE, "probe", "synchronize"]
+        assert names(log) == ["release", "copy_", "replay", "probe", *3 * SAMPLE, "probe", "synchronize"]
     for log in run.logs(fast):  # K calls, then 2 K
         both = [*SAMPLE, "replay", "mark"]
-        assert names(log) == ["copy_", "replay", "probe", *3 * both, "probe", "synchronize"]
+        assert names(log) == ["release", "copy_", "replay", "replay", "probe", *3 * both, "probe", "synchronize"]
     assert run.gpu.settled == 1
 
 
@@ -320,7 +323,7 @@ def test_a_resident_call_has_no_slots_to_refill():
     resident = cell(FAST, state="resident")
     for log in Run(resident).logs(resident):
         assert "copy_" not in names(log)
-        assert names(log).count("replay") == 1 + 2 * 3
+        assert names(log).count("replay") == 2 + 2 * 3
 
 
 @pytest.mark.parametrize(
@@ -330,7 +333,7 @@ def test_call_flushes_and_produces_before_a_probe_fills_the_queue(state, made_re
     call = cell(FAST, "call", state)
     each = [*made_ready, "probe", "mark", "index_copy_", "index_copy_", "mark"]
     for log in Run(call).logs(call):
-        assert names(log) == [*4 * each, "synchronize"]  # the first of four is thrown away
+        assert names(log) == ["release", *4 * each, "synchronize"]  # the first of four is thrown away
 
 
 def test_copies_are_visited_in_a_new_order_every_round_that_the_seed_decides():
@@ -456,7 +459,7 @@ def test_steps_are_carried_out_again_at_every_refill():
     run = Run(write, step, case=case)
     assert [row["status"] for row in run.of(write)] == ["ok"] * 18  # verified before and after: the slots were right
     for log in run.logs(write):
-        assert names(log)[:3] == ["copy_", "replay", "replay"]  # slots, steps, and the replay that is thrown away
+        assert names(log)[:4] == ["release", "copy_", "replay", "replay"]  # slots, steps, and what is thrown away
     steps = [row for row in run.rows if row["part"] == "step"]
     assert len(steps) == 9
     assert {row["launches"] for row in steps} == {2}  # // and %

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import fixture_runs
 import numpy as np
@@ -45,43 +46,60 @@ def sizes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 PLAIN = [name for name, (family, *_) in fixture_runs.GPU_COPIES.items() if family == "torch"]
 PYTORCH = [*PLAIN, "torch.compile"]
 SHIPPED = "vllm==0.33.0"
+BEATS = "the fastest PyTorch copy of each case beats our hand-written kernel (kvnb)"
 ABOUT = "NVIDIA H200, torch 2.13.0, timer graph, state produced"
 
 
-def test_headline_asks_the_issues_question_of_the_kernel_that_vllm_ships(gpu):
-    first, second = answers.headline(gpu).split(". Against the fastest PyTorch copy, kvnb is ")
-    start = f"{ABOUT}, margin 2.0%: against {SHIPPED}, the kernel that vLLM ships, "
-    issue, plain, compiled = first.removeprefix(start).split("; ")
-    assert issue == "torch.index_put (the issue's) is faster in 0 of 42 cells and slower in 42"
-    for text, names in ((plain, PLAIN), (compiled, ["torch.compile"])):
-        rows = ratios(gpu, names, of=SHIPPED)["speedup"]  # of vLLM over PyTorch
-        faster, slower = (1 / rows > 1.02 * 1.005).sum(), (rows > 1.02 * 1.005).sum()
-        assert f"faster in {faster} of {len(rows)} cells, by up to {1 / rows.min():.2f} [" in text
-        assert text.endswith(f" and slower in {slower}")
-    assert "(torch.index_copy_wide, 65,536 tokens of 32x128 NHD)" in plain and "(65,536 tokens of" in compiled
-    assert f"; against {SHIPPED}, slower in 0 of 42 cells and faster in 42. Its speedup, packed: over" in second
+def test_the_answer_begins_with_what_pytorch_wins_against_the_kernel_that_vllm_ships(gpu):
+    first, second = answers.answer(gpu).split(". The issue's own line, torch.index_put, ")
+    lead, vllm, ours = re.split(r": the fastest PyTorch copy of each case beats |, and it beats ", first)
+    for kernel, text in ((SHIPPED, vllm), ("kvnb", ours)):
+        rows = ratios(gpu, PYTORCH, of=kernel)["speedup"]
+        won, lost = (1 / rows > 1.02).sum(), (rows > 1.02).sum()
+        assert f"({kernel}) in {won} of {len(rows)} cases, by up to {1 / rows.min():.2f} [" in text
+        assert f"times (torch.index_copy_wide), and loses in {lost}, by up to {rows.max():.2f} [" in text
+    rows = ratios(gpu, PYTORCH, of=SHIPPED)["speedup"]
+    assert lead == ("Mostly" if (rows < 1).sum() > (rows > 1).sum() else "Seldom")
+    for kernel, text in zip((SHIPPED, "kvnb"), second.split("; it ")):
+        rows = ratios(gpu, ["torch.index_put"], of=kernel)
+        here = {regime: told(cells["speedup"]) for regime, cells in sizes(rows[rows["layout"] == "packed"]).items()}
+        assert text.startswith(f"beats {kernel} in none of 42 cases (packed: {kernel} is {here['decode']}")
+        assert f" times as fast in decode and {here['prefill']}" in text
+    assert answers.headline(gpu).startswith(f"{ABOUT}. {first}") and "counts as none." in answers.headline(gpu)
 
 
-@pytest.mark.parametrize("run", ["gpu", "old"])
-def test_headline_says_what_kvnb_loses_first_and_packed_means(run, request):
-    run = request.getfixturevalue(run)
-    best, issue = (ratios(run, names) for names in (PYTORCH, ["torch.index_put"]))
-    text = answers.headline(run)
-    worst = f"{1 / best['speedup'].min():.2f} ["
-    assert f"gainst the fastest PyTorch copy, kvnb is slower in 2 of 42 cells, by up to {worst}" in text
-    assert "times (torch.index_copy_wide, 65,536 tokens of 1x128 NHD), and faster in 40" in text
-    means = text.split(" Its speedup, packed: over the fastest PyTorch copy ")[1].split("over ")
-    for part, rows in ((means[0], best), (means[-1], issue)):
-        for regime, here in sizes(rows[rows["layout"] == "packed"]).items():
-            assert re.search(rf"{re.escape(told(here['speedup']))}\S+ \S+\] FASTER in {regime}", part)
-    assert (SHIPPED in text) == (run.shipped is not None)
+def test_without_wheels_the_answer_is_about_kvnb(old):
+    text = answers.answer(old)
+    worst = 1 / ratios(old, PYTORCH)["speedup"].min()
+    assert text.startswith(f"Seldom: {BEATS} in 2 of 42 cases, by up to {worst:.2f} [") and SHIPPED not in text
+
+
+def two_copies(gpu: answers.Run, seconds: float) -> answers.Run:
+    """kvnb and index_put, which takes `seconds` times kvnb's time, in the same rounds."""
+    samples = gpu.samples[(gpu.samples["timer"] == "graph") & (gpu.samples["part"] == "write")]
+    ours = samples[samples["copy"].isin(["kvnb", "kvnb.again"])]
+    other = ours[ours["copy"] == "kvnb"].assign(copy="torch.index_put", family="torch", policy="null_slot")
+    other = other.assign(seconds=other["seconds"] * seconds)
+    return answers.Run(pd.concat([ours, other], ignore_index=True))
+
+
+@pytest.mark.parametrize("seconds, lead, score", [
+    (0.5, "Yes", "in 42 of 42 cases, by up to 2.00 [2.00, 2.00] times (torch.index_put), and loses in none."),
+    (1.0, "No", "in none of 42 cases and loses in none."),
+    (2.0, "No", "in none of 42 cases and loses in 42, by up to 2.00 [2.00, 2.00]."),
+])  # fmt: skip
+def test_the_answer_goes_the_way_of_the_verdicts(gpu, seconds, lead, score):
+    text = answers.answer(two_copies(gpu, seconds))
+    assert text.startswith(f"{lead}: {BEATS} {score} ")
+    faster = f"kvnb is {seconds:.2f} [{seconds:.2f}, {seconds:.2f}] times as fast{' (SAME)' * (seconds == 1)} in decode"
+    assert faster in text and f"beats kvnb in {42 if seconds < 1 else 'none'} of 42 cases" in text
 
 
 def test_a_score_turned_round_turns_its_interval_round(gpu):
-    rows = gpu.against(answers.BEST).head(1).assign(speedup=0.5, low=0.4, high=0.8, verdict="SLOWER", a="kvnb", b="x")
-    assert "by up to 2.00 [1.25, 2.50] times (x, " in answers._score(rows, "SLOWER", answers.BEST)
+    rows = gpu.against(answers.BEST).head(1).assign(speedup=0.5, low=0.4, high=0.8, verdict="SLOWER", b="x")
+    assert answers._score(rows) == "in 1 of 1 case, by up to 2.00 [1.25, 2.50] times (x), and loses in none"
     rows = rows.assign(speedup=2.0, low=1.25, high=2.5, verdict="FASTER")
-    assert "by up to 2.00 [1.25, 2.50] times (kvnb, " in answers._score(rows, "FASTER", answers.BEST)
+    assert answers._score(rows) == "in none of 1 case and loses in 1, by up to 2.00 [1.25, 2.50]"
 
 
 def test_fixture_medians_are_found_again(gpu):
@@ -137,26 +155,26 @@ def test_verdict_table_counts_lost_cells_and_labels_the_2024_design(gpu):
     assert "no verdict on vLLM rests on it" in answers.NOTE
 
 
-def test_the_issues_table_is_pytorch_over_the_kernel_that_vllm_ships(gpu, old):
+def test_the_issues_table_is_the_kernel_that_vllm_ships_over_pytorchs(gpu, old):
     assert answers.issue_table(old).empty
-    table = answers.issue_table(gpu).set_index(["layout", f"speedup over {SHIPPED} of"])
+    table = answers.issue_table(gpu).set_index(["layout", f"{SHIPPED}'s speedup over"])
     for copy, names in (("torch.index_put (the issue's)", PLAIN[:1]), (answers.PLAIN, PLAIN)):
         rows = ratios(gpu, names, of=SHIPPED)
         for regime, here in sizes(rows[rows["layout"] == "NHD"]).items():
-            assert table.loc[("NHD", copy), regime].startswith(told(1 / here["speedup"]))
-    assert table.loc[("NHD", answers.PLAIN), "prefill"].split()[3] == "FASTER"
+            assert table.loc[("NHD", copy), regime].startswith(told(here["speedup"]))
+    assert table.loc[("NHD", answers.PLAIN), "prefill"].split()[3] == "SLOWER"
 
 
 def test_only_a_record_without_wheels_says_so(gpu, old, cpu):
     missing = "Until vLLM's wheels are measured"
-    assert missing in answers.note([old, cpu]) and missing in answers.summary_markdown(old)
-    assert missing not in answers.note([cpu, gpu]) and missing not in answers.summary_markdown(gpu)
+    assert missing in answers.note([old, cpu]) and missing not in answers.note([cpu, gpu])
 
 
 def test_no_table_or_text_calls_the_2024_design_by_its_bare_name(gpu):
     lost = gpu.samples.assign(status=gpu.samples["status"].mask(gpu.samples["num_tokens"] == 1, "error"))
     tables = [answers.verdict_table(gpu), answers.limits_table(gpu), answers.not_ok(answers.Run(lost))]
-    texts = [answers.summary_markdown(gpu), *(table.to_string() for table in tables)]
+    texts = [answers.headline(gpu), answers.note([gpu]), *answers.sentences(gpu)]
+    texts += [table.to_string() for table in tables]
     texts += [answers.alt(figure, gpu) for figure in answers.FIGURES]
     bare = re.compile(r"vllm\.scalar(?! \(vLLM's 2024 design, rewritten\)| is vLLM's 2024 design, rewritten)")
     assert sum("vllm.scalar" in text for text in texts) >= 6
@@ -230,7 +248,10 @@ def test_alt_texts_hold_the_numbers_of_their_figure(gpu):
         assert f"kvnb {ends[0]} to {ends[1]}," in answers.alt("latency", gpu, layout)
     assert answers.alt("latency", gpu) == answers.alt("latency", gpu, "packed")
     assert "kvnb (packed) 95 % to 95 %" in answers.alt("limit", gpu)
-    assert answers.alt("heads", gpu, "NHD").endswith("FASTER (21 cells from 0.60 to 2.30, 2 SLOWER).")
+    heads = answers.alt("heads", gpu, "NHD")
+    assert "FASTER (21 cells from 0.60 to 2.30, 2 SLOWER); the fastest PyTorch copy wins in 2 of 21 cases, by" in heads
+    assert ": fastest is kvnb.dependent at 1 token, and kvnb" in answers.alt("latency", gpu)
+    assert ": fastest (packed) is " in answers.alt("limit", gpu)
     assert "kvnb (graph) 1.30 us to" in answers.alt("eager", gpu) and "kvnb (eager) 7.4" in answers.alt("eager", gpu)
     assert "torch.index_put (the issue's) (packed, in every call) 9.5" in answers.alt("step", gpu)
     assert "torch.index_put (the issue's) (packed, shared by 32 layers) 5.6" in answers.alt("step", gpu)
@@ -238,12 +259,10 @@ def test_alt_texts_hold_the_numbers_of_their_figure(gpu):
     assert all("NVIDIA H200" in answers.alt(figure, gpu) for figure in drawn)
 
 
-def test_a_cpu_run_is_answered_per_regime_and_says_what_it_lacks(cpu):
-    start = "Test CPU, 2 threads, torch 2.13.0, timer wall, state produced, margin 2.0%: against the fastest PyTorch"
-    assert answers.headline(cpu).startswith(f"{start} copy, kvnb is slower in 0 of 3 cells and faster in 0. ")
-    assert "over the fastest PyTorch copy 1.00 [1.00, 1.00] SAME in decode, 1.00 [1.00, 1.00] SAME in mixed;" in (
-        answers.headline(cpu)
-    )
+def test_a_cpu_run_is_answered_and_says_what_it_lacks(cpu):
+    start = f"Test CPU, 2 threads, torch 2.13.0, timer wall, state produced. No: {BEATS}"
+    assert answers.headline(cpu).startswith(f"{start} in none of 3 cases and loses in none.")
+    assert re.search(r"\(NHD: kvnb is 2\.00 \[1\.99, 2\.01\] times as fast in decode\)", answers.headline(cpu))
     starts = ["Decode, PyTorch", "Decode, kvnb", "Mixed, PyTorch", "Mixed, kvnb"]
     assert [text.split(":")[0] for text in answers.sentences(cpu)] == starts
     assert "prefill" not in answers.verdict_table(cpu)
@@ -254,17 +273,31 @@ def test_a_cpu_run_is_answered_per_regime_and_says_what_it_lacks(cpu):
 def test_a_run_drowned_in_noise_says_so(cpu):
     noise = 1 + 0.5 * np.sin(np.arange(len(cpu.samples)) * (1 + (cpu.samples["copy"] == "kvnb.again")))
     run = answers.Run(cpu.samples.assign(seconds=cpu.samples["seconds"] * noise))
-    assert re.search(r", a noise floor of \d+% hides smaller differences: against", answers.headline(run))
-    assert "SAME" not in answers.summary_markdown(run).replace(answers.NOTE, "")
+    assert re.search(r" A noise floor of \d+% hides smaller differences\.$", answers.headline(run))
+    told = [answers.headline(run), *answers.sentences(run), answers.verdict_table(run).to_string()]
+    assert "SAME" not in "".join(told)
+
+
+def test_too_few_workers_are_said(cpu):
+    run = answers.Run(cpu.samples[cpu.samples["worker"] < 2].reset_index(drop=True))
+    assert "from 2 workers (not 3: they are too short) of up to 5 rounds" in answers.headline(run)
+    assert "not 3" not in answers.headline(cpu)
+
+
+def test_copies_without_any_time_are_named(gpu):
+    lost = gpu.samples["copy"] == "torch.compile"
+    run = answers.Run(gpu.samples.assign(status=gpu.samples["status"].mask(lost, "error")))
+    assert answers.certainty(run).endswith(" Without a time in this run: torch.compile.")
+    assert "Without" not in answers.certainty(gpu)
 
 
 @pytest.mark.parametrize("kept", [["kvnb"], ["torch.index_put"], ["kvnb", "torch.index_copy"], ["limit.launch"]])
 def test_a_run_of_few_copies_says_what_it_lacks(gpu, kept):
     few = answers.Run(gpu.samples[gpu.samples["copy"].isin(kept)].reset_index(drop=True))
     if kept == ["kvnb", "torch.index_copy"]:
-        assert "over torch.index_put (the issue's) not measured" in answers.headline(few)
+        assert "The issue's own line, torch.index_put, was not measured beside kvnb." in answers.headline(few)
     else:
-        assert "no answer" in answers.headline(few) and answers.sentences(few) == []
+        assert "No answer" in answers.headline(few) and answers.sentences(few) == []
     for table in (answers.verdict_table, answers.limits_table, answers.worth, answers.not_ok, answers.provenance):
         table(few)
     for figure in answers.FIGURES:
@@ -274,13 +307,6 @@ def test_a_run_of_few_copies_says_what_it_lacks(gpu, kept):
 def test_samples_of_two_runs_are_refused(gpu, cpu):
     with pytest.raises(ValueError, match="of 2 runs: load the file of one"):
         answers.Run(pd.concat([gpu.samples, cpu.samples], ignore_index=True))
-
-
-def test_summary_is_markdown_with_everything_in_it(gpu):
-    summary = answers.summary_markdown(gpu)
-    assert summary.startswith(answers.headline(gpu)) and summary.endswith(answers.NOTE)
-    table = [line for line in summary.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 9 + 2 + 23 and len({line.count("|") for line in table}) == 1
 
 
 def test_durations_read_in_three_digits():
@@ -414,7 +440,7 @@ def test_a_run_of_every_policy_is_told_by_the_default_ones(padding_file):
     assert set(run.samples.loc[run.samples["copy"] == "torch.index_put", "policy"]) == {"null_slot"}
     whole = results.load(padding_file)
     assert set(whole.loc[whole["copy"] == "kvnb", "policy"]) > {"skip"}
-    assert "gainst the fastest PyTorch copy, kvnb is slower in 0 of 9 cells" in answers.headline(run)
+    assert "kernel (kvnb) in none of 9 cases and loses in 9" in answers.headline(run)
     assert len(answers.provenance(run))
 
 
@@ -424,3 +450,18 @@ def test_the_newest_local_run_is_not_one_of_grid_padding(padding_file, tmp_path,
     for age, file in enumerate((padding_file, run_files[0])):
         os.utime(shutil.copy(file, tmp_path / f"{age}.parquet"), (1000 - age, 1000 - age))
     assert answers.find_runs() == [tmp_path / "1.parquet"]
+
+
+def test_scattered_rows_are_held_against_rows_in_slot_order():
+    made = fixture_runs._Run("order", fixture_runs.H200)
+    spread = fixture_runs._case(16384)
+    in_order = replace(spread, slots="prefill", block_size=16384)
+    for case, us in ((spread, 36.0), (in_order, 33.0), (replace(spread, slots="prefill"), 90.0)):
+        made.timed(case, "kvnb", "kernel", "graph", us * 1e-6)
+        made.timed(case, "limit.copy.memcpy", "limit", "graph", 35.0e-6)
+        made.timed(case, "limit.copy", "limit", "graph", 32.0e-6)
+    told = answers.scattered(answers.Run(made.samples()))
+    assert re.search(r"kvnb 36\.\d us against 33\.\d us, 1\.09 times as long", told)
+    assert re.search(r"limit\.copy 32\.\d us against 32\.\d us, 1\.00 times as long", told)
+    assert "16,384 tokens of 8x128 NHD" in told
+    assert answers.scattered(answers.Run(made.samples().query("block_size == 16"))) == ""

@@ -10,7 +10,7 @@ import pytest
 
 from kvnb import paths
 from kvnb.bench import results
-from kvnb.report import answers, null_block, parameters
+from kvnb.report import answers, compare, null_block, parameters
 from kvnb.report.execute import execute
 
 NAMES = sorted(parameters.TABLES)
@@ -100,3 +100,22 @@ def test_releases_runs_on_a_fixture_run_and_opens_with_the_answer(tmp_path, by_r
     assert figure.metadata["image/png"]["alt"] == answers.alt("releases", by_release)
     shown = "".join(out.data.get("text/html", "") for out in outputs)
     assert "its kernel knows no head stride" in shown and "-0.5 should be untouched" in shown
+
+
+def test_runs_compares_two_runs_and_opens_with_what_differs(tmp_path, run_files, gpu):
+    later = gpu.samples.assign(run_id="later", torch="2.14.0", seconds=gpu.samples["seconds"] / 2)
+    pair = [run_files[1], str(results.save(later, tmp_path / "later.parquet"))]
+    outcome = execute("07_runs", dict(zip("ab", pair)), tmp_path)
+    assert not outcome.failure, outcome.failure
+    outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
+    compared = compare.Comparison(*pair)
+    assert outputs[0].data["text/markdown"] == compared.headline()
+    shown = "".join(out.data.get("text/html", "") for out in outputs)
+    assert "2.14.0" in shown and compared.extremes()["cell"].iloc[0] in shown
+
+
+def test_runs_without_parameters_takes_what_there_is(tmp_path):
+    outcome = execute("07_runs", {}, tmp_path)
+    assert not outcome.failure, outcome.failure
+    outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
+    assert outputs[0].data["text/markdown"] == compare.Comparison(*compare.find()).headline()

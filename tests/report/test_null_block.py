@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
 
 import fixture_runs
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
 
 from kvnb import machine, paths
 from kvnb.bench import run as bench_run
 from kvnb.problem import models
-from kvnb.problem.case import CASE_FIELDS, grid
+from kvnb.problem.case import CASE_FIELDS, PADDING_SHARES, grid
 from kvnb.report import answers, null_block, parameters, plots
 from kvnb.report.null_block import HEAVY, PaddedRun
 
@@ -158,9 +163,9 @@ def test_memory_is_of_every_model_and_block_size():
 def test_the_figure_of_a_copy_has_a_panel_per_size_and_a_line_per_policy(padded, copy):
     fig = plots.padding(padded, copy, SHARES)
     assert [ax.get_title(loc="left") for ax in fig.axes] == [f"{n:,} tokens" for n in (8, 32, 128, 512, 2048, 8192)]
-    (legend,) = fig.legends
     policies = set(fixture_runs.POLICIES[copy]) & set(null_block.DRAWN) | {"limit.copy"}
-    assert {text.get_text() for text in legend.get_texts()} == policies
+    ranks = {f"CP {ranks}" for ranks in null_block.RANKS}
+    assert all({text.get_text() for text in ax.texts} == policies | ranks for ax in fig.axes)
     spans = [[patch.get_x() + patch.get_width() for patch in ax.patches] for ax in fig.axes]
     assert spans == [[0.125], [], [], [], [], []], "shares that occur, where they do"
     line = next(line for line in fig.axes[-1].lines if line.get_label() == "null_slot")
@@ -168,13 +173,43 @@ def test_the_figure_of_a_copy_has_a_panel_per_size_and_a_line_per_policy(padded,
     known = 1e6 * fixture_runs.padded_seconds(copy, case, "null_slot")
     assert (line.get_xdata()[-1], line.get_ydata()[-1]) == (0.94, pytest.approx(known, rel=0.01))
     words = " ".join(text.get_text() for text in fig.texts)
-    assert padded.machine in words and copy in words
+    assert f"{padded.machine}, torch 2.13.0" in words and copy in words
+    ticks = [list(ax.get_xticks()) for ax in fig.axes]
+    assert ticks[-1] == list(PADDING_SHARES) and ticks[0] == [0, 0.12, 0.25, 0.5, 0.75], "measured shares only"
+
+
+@pytest.mark.parametrize("longest", [8192, 8])
+def test_every_panel_spans_the_same_ratio_of_times(padded, longest):
+    fewer = PaddedRun(padded.samples[padded.samples["num_tokens"] <= longest].assign(policy="skip"))
+    fig = plots.padding(fewer, "kvnb", SHARES)
+    ratios = [high / low for low, high in (ax.get_ylim() for ax in fig.axes)]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios)) and ratios[0] >= 4, "small differences look small"
+    for ax in fig.axes:
+        low, high = ax.get_ylim()
+        assert all(low < y < high for line in ax.lines for y in line.get_ydata() if line.get_label() in null_block.NULL)
+
+
+def test_names_of_policies_do_not_overlap(padded):
+    batches = pd.DataFrame({"batch": [5, 40, 200, 400], "rows": 512, "share": [0.3, 0.31, 0.3, 0.29]})
+    shares = pd.concat(batches.assign(captured=name) for name in ("8 and 16 apart", "powers of two"))
+    for fig in (plots.padding(padded, "torch.index_put", SHARES), plots.padded_shares(shares, "x")):
+        renderer = FigureCanvasAgg(fig).get_renderer()
+        fig.draw(renderer)
+        boxes = [Text.get_window_extent(text, renderer) for ax in fig.axes for text in ax.texts]
+        assert not any(a.shrunk(1, 0.8).overlaps(b.shrunk(1, 0.8)) for a, b in itertools.combinations(boxes, 2))
+        assert all(box.x1 <= fig.bbox.x1 for box in boxes)
+
+
+def test_lines_of_padded_shares_are_quantiles():
+    ax = plots.padded_shares(SHARES, "x").axes[0]
+    x, y = ax.lines[0].get_data()
+    assert y[x.searchsorted(0.96 - 1e-9)] == 0.125 and y[x.searchsorted(0.97 - 1e-9)] == 0.375
 
 
 def test_figures_are_small_and_the_same_every_time(padded):
     for make in (lambda: plots.padding(padded, "kvnb", SHARES), lambda: plots.padded_shares(SHARES, "x"), plots.memory):
         first, second = plots.png_of(make()), plots.png_of(make())
-        assert first == second and len(first) <= 60_000
+        assert first == second and len(first) <= 60_000 and Image.open(io.BytesIO(first)).mode == "P"
 
 
 def test_alt_texts_describe_what_is_drawn(padded):

@@ -12,7 +12,7 @@ import pytest
 
 from kvnb import paths
 from kvnb.bench import results
-from kvnb.report import answers, pages
+from kvnb.report import answers, front, pages
 from kvnb.report.execute import Outcome
 
 EVIL = "<script>alert(1)</script><img src='http://example.com/x.png'>"
@@ -99,13 +99,18 @@ def site(tmp_path, monkeypatch, run_files, notebook):
 
 def test_the_index_answers_for_every_run(site, notebook):
     folder, runs = site
+    (folder / "explore.html").write_text("")
     page = Page(pages.report(folder, [notebook], runs))
     is_safe(page)
     flat = " ".join(page.text.split())
-    for path in runs:
-        run = answers.Run(results.load(path))
-        for sentence in (answers.headline(run), *answers.sentences(run)):
-            assert " ".join(sentence.split()) in flat
+    for run in map(answers.load, runs):
+        told = (answers.answer(run), answers.certainty(run), *answers.sentences(run), front.title(run))
+        assert all(sentence in flat for sentence in told)
+    assert all(text in flat for text in (front.reserve(None), *front.method(answers.load(runs[0])), *front.LIMITS))
+    for figure in ("limit", "eager", "step"):
+        assert answers.alt(figure, answers.load(runs[0])) in flat, "a figure that the run cannot fill is missed"
+    assert [link["href"] for link in page.all("a")].count("explore.html") == 2
+    assert (folder / "summary.md").read_text() == front.summary([answers.load(path) for path in runs], [])
     targets = [link["href"] for link in page.all("a") if link["href"].endswith(".parquet")]
     assert [(folder / target).resolve() for target in targets] == [path.resolve() for path in runs]
     assert "failed" not in flat
@@ -128,10 +133,55 @@ def test_what_a_run_file_says_is_escaped(site, notebook, cpu):
     assert EVIL in page.text
 
 
+def test_the_verdicts_are_a_matrix_of_words_and_colours(site, notebook):
+    folder, runs = site
+    index = pages.report(folder, [notebook], runs[1:])
+    run, text = answers.load(runs[1]), index.read_text()
+    rows = re.findall(r'<tr><th scope="row">(\w+), (\w+)<span>(.*?)</tr>', text, re.DOTALL)
+    tables = front.matrices(run)
+    assert [table.kernel for table in tables] == ["vllm==0.33.0", "kvnb"]
+    assert [(layout, regime) for layout, regime, _ in rows] == 2 * [
+        (layout, regime) for layout in answers.LAYOUTS for regime in answers.REGIMES
+    ]
+    for (_, _, cells), (_, _, html) in zip([row for table in tables for row in table.rows], rows):
+        shown = re.findall(r'<td class="(\w+)">(.*?)</td>', html, re.DOTALL)
+        assert len(shown) == len(cells)
+        for cell, (colour, words) in zip(cells, shown):
+            words = " ".join(re.sub(r"<[^>]+>", " ", words).split())
+            assert (colour, words) == (("none", "not measured") if cell is None else (cell.verdict.lower(), " ".join(
+                [cell.speedup, cell.verdict, cell.ends, cell.spread, *([f"{cell.lost} SLOWER"] if cell.lost else [])]
+            )))  # fmt: skip
+    assert {"faster", "slower", "same", "none"} <= set(re.findall(r'<td class="(\w+)">', text))
+
+
+def test_the_figures_that_matter_are_small_and_described(site, notebook, padding_file, by_release):
+    folder, runs = site
+    releases = results.save(by_release.samples, folder / "releases.parquet")
+    index = pages.report(folder, [notebook], runs[1:], [releases], [padding_file])
+    page, run = Page(index), answers.load(runs[1])
+    assert "explore.html" not in {link["href"] for link in page.all("a")}
+    drawn = page.all("img")
+    assert 8 <= len(drawn) <= 15 and index.stat().st_size < 8e6
+    assert all(len(base64.b64decode(picture["src"].partition(",")[2])) <= 60_000 for picture in drawn)
+    alts = [picture["alt"] for picture in drawn]
+    assert alts[:2] == [answers.alt("latency", run, layout) for layout in ("packed", "NHD")]
+    assert any(alt.startswith("Line charts. Time of vllm==0.33.0") for alt in alts)
+    assert answers.release_headline(by_release) in " ".join(page.text.split())
+    assert len([link for link in page.all("a") if link["href"].endswith(".parquet")]) == 3
+
+
+def test_a_report_without_any_run_says_so(site, notebook):
+    page = Page(pages.report(site[0], [notebook], []))
+    is_safe(page)
+    assert "No run to answer from" in page.text
+    assert "No run to report" in (site[0] / "summary.md").read_text()
+
+
 def test_the_readme_speaks_for_the_record(site):
-    text = pages.readme()
-    assert answers.summary_markdown(answers.Run(results.load(site[1][1]))) in text
-    assert re.search(r"!\[.+\]\(reports/h200/latency\.png\)", text)
+    text, run = pages.readme(), answers.load(site[1][1])
+    assert text.startswith(f"### {front.title(run)}") and answers.answer(run) in text and front.reserve(None) in text
+    assert front.compact(run).markdown() in text and len(text) < 6000
+    assert re.search(r"!\[.+\]\(reports/h200/latency\.png\)", text) and "(reports/h200/index.html)" in text
     paths.RECORDED.joinpath("h200", "2026-11-30_full_0123abc.parquet").unlink()
     assert pages.readme().startswith("No run is recorded yet")
 

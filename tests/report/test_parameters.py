@@ -60,6 +60,12 @@ def test_runs_must_exist(tmp_path):
         parameters.check("03_compare", {"runs": "gone.parquet"})
 
 
+def test_the_runs_to_compare_must_exist(tmp_path):
+    parameters.check("07_runs", {"a": None, "b": __file__})
+    with pytest.raises(ValueError, match=r"b: .*gone\.parquet does not exist"):
+        parameters.check("07_runs", {"a": __file__, "b": str(tmp_path / "gone.parquet")})
+
+
 def test_copies_of_a_file_are_valid_names(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(

@@ -1,0 +1,241 @@
+"""What a report's front page says, and what of it README and an issue's comment take: answers, verdicts, figures."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from kvnb import paths
+from kvnb.bench import stats
+from kvnb.report import answers, null_block, plots
+from kvnb.report.answers import BEST, ISSUE, OURS, REGIMES, Run, count, interval, label, times
+
+TOKENS = {"decode": "up to 256 tokens", "mixed": "257 to 2,047 tokens", "prefill": "2,048 tokens and more"}
+COMPACT = ("packed", "NHD")  # layouts in README
+WORDS = (
+    "A case is one problem: a number of tokens, heads of a size and type, a layout. Decode writes up to 256 tokens, "
+    "one per request; prefill 2,048 and more, whole prompts. Layouts: packed has K and V side by side, as vLLM lays "
+    "its cache out now; NHD has slots before heads, as in the issue; HND heads before slots."
+)
+LIMITS = (
+    "It is the separate copy that is compared. Engines move to kernels that rotate and write in one, which removes it.",
+    "fp8 caches, MLA and x-packed caches are not covered.",
+    "A copy is timed by itself: what it does to the caches of the attention kernel that follows is not counted.",
+    "Compare copies within a case: across cases, their allocations alone can move a copy by a few percent.",
+    "torch.compile compiles for the first size met in a regime and keeps the faster of two tilings in its own timing.",
+    "Intervals come from few processes: where processes differ more than rounds do, they are too short.",
+    f"vllm==X is what that wheel ships; vllm.scalar is {answers.VLLM}, and no verdict on vLLM rests on it.",
+)
+PAGES = {  # what a notebook's page holds
+    "01_copies": "what is copied, and how a wrong copy is caught",
+    "02_measure": "the run as it was measured",
+    "03_compare": "every copy, figure and table of this comparison",
+    "04_null_block": "padding that occurs, its time, memory, capacity and safety",
+    "05_releases": "the same kernel through vLLM's releases",
+    "06_timers": "what each timer and state measures",
+    "07_runs": "runs of several machines, commits and versions",
+}
+
+
+def title(run: Run) -> str:
+    """GPU, torch and date."""
+    return f"{run.machine}, torch {run.first['torch']}, {run.first['utc'][:10]}"
+
+
+# -- TODO 1
+
+
+def reserve(run: null_block.PaddedRun | None) -> str:
+    """The issue's first TODO in two sentences: what a reserved slot costs in time, then in memory. None: not timed."""
+    rows, found = null_block.memory_rows(), null_block.replayed()
+    lacking = f"Not measured in time: {null_block.LACKING[0].lower()}{null_block.LACKING[1:]}"
+    most = rows.loc[rows["percent"].idxmax()]
+    (all_of, held), (less, held_less) = found.capacity[["usable blocks", "held in the mean"]].to_numpy()
+    return (
+        f"{_time(run, found.shares) if run else lacking} "
+        f"In memory it is one block, at most {most['percent']:.2g} % of {null_block.POOL} ({most['model']}, blocks of "
+        f"{most['tokens']:,} tokens): {less:,.0f} blocks hold {held_less:.2f} requests at a time where {all_of:,.0f} "
+        f"hold {held:.2f}."
+    )
+
+
+def _time(run: null_block.PaddedRun, shares: pd.DataFrame) -> str:
+    if not run.main:
+        return "Not measured in time: no kernel of this run both skips padding and writes it."
+    told, usual = [], []
+    for copy in run.main:
+        rows = run.cost(copy)
+        dear = rows[rows["verdict"] == "FASTER"]
+        usual.append(dear["padding"] <= dear["num_tokens"].map(lambda tokens: null_block.usual_share(shares, tokens)))
+        worst = f", by up to {interval(dear.iloc[-1])} times" if len(dear) else ""
+        told.append(f"{label(copy)} in {len(dear) or 'none'} of {count(len(rows), 'padded case')}{worst}")
+    slowed = pd.concat(usual)
+    lead = "Time" if slowed.any() else "Time where much is padded" if len(slowed) else "No time"
+    often = f"; {slowed.sum() or 'none'} of these with as little padding as rounding a batch up usually leaves"
+    what = "writing padding to one reserved slot, where the kernel could skip it, slows"
+    return f"{lead}, and one block: {what} {' and '.join(told)}{often * bool(len(slowed))}."
+
+
+# -- verdicts
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A kernel's speedup over a copy in one regime and layout: a geometric mean, its ends, and what it is a mean of."""
+
+    speedup: str
+    ends: str
+    verdict: str
+    spread: str
+    lost: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.speedup} {self.ends} {self.verdict}" + f" ({self.lost} SLOWER)" * bool(self.lost)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Verdicts of one kernel: a row per layout and regime, with a cell (None: not measured) per copy."""
+
+    kernel: str
+    copies: list[str]
+    rows: list[tuple[str, str, list[Cell | None]]]
+
+    def markdown(self) -> str:
+        """As a table for GitHub."""
+        head = [f"{self.kernel}'s speedup over", *map(label, self.copies)]
+        lines = [[f"{layout}, {regime}", *(cell.text if cell else "not measured" for cell in cells)]
+                 for layout, regime, cells in self.rows]  # fmt: skip
+        return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def matrix(run: Run, kernel: str, copies: Iterable[str] = (), layouts: Iterable[str] = answers.LAYOUTS) -> Matrix:
+    copies, held = list(copies) or answers.main_copies(run, kernel), {}
+    for copy in copies:
+        rows = run.speedups(kernel, copy)
+        for key, cells in rows.groupby(["layout", "regime"]):
+            held[(*key, copy)] = _cell(cells)
+    rows = [(layout, regime, [held.get((layout, regime, copy)) for copy in copies])
+            for layout in layouts for regime in REGIMES]  # fmt: skip
+    return Matrix(kernel, copies, [row for row in rows if any(row[2])])
+
+
+def _cell(rows: pd.DataFrame) -> Cell:
+    mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
+    spread = f", {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
+    lost = int((rows["verdict"] == "SLOWER").sum()) if len(rows) > 1 else 0
+    ends = f"[{times(mean['low'])}, {times(mean['high'])}]"
+    return Cell(times(mean["speedup"]), ends, mean["verdict"], count(len(rows), "case") + spread, lost)
+
+
+def matrices(run: Run) -> list[Matrix]:
+    """kvnb against every copy, after the kernel that vLLM ships against PyTorch's, where the run holds it."""
+    both = [matrix(run, kernel) for kernel in (run.shipped, OURS) if kernel]
+    return [table for table in both if table.rows]
+
+
+def compact(run: Run) -> Matrix:
+    """kvnb against the three or four copies that the question is about, in the layouts of COMPACT."""
+    wanted = [copy for copy in (run.shipped, BEST, ISSUE, "torch.compile") if copy in answers.main_copies(run)]
+    return matrix(run, OURS, wanted, COMPACT)
+
+
+# -- figures
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as the page embeds it."""
+
+    name: str
+    png: bytes
+    alt: str
+
+    @property
+    def source(self) -> str:
+        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+
+
+def pictures(run: Run, releases: Sequence[Run] = (), padded: Sequence[null_block.PaddedRun] = ()) -> list[Picture]:
+    """The figures that matter, of those that the runs hold rows for: at most 15."""
+    asked = [("latency", run, layout) for layout in run.layouts[:2]]
+    asked += [("limit", run, ""), *(("heads", run, layout) for layout in run.layouts[:2])]
+    asked += [("eager", run, ""), ("step", run, ""), *(("releases", other, "") for other in releases[:1])]
+    told = [Picture(name, plots.png(name, run, layout), answers.alt(name, run, layout))
+            for name, run, layout in asked if len(answers.figure_data(name, run, layout))]  # fmt: skip
+    for other in padded[:1]:
+        shares = null_block.replayed().shares
+        for copy in other.main[:1]:
+            drawn = plots.png_of(plots.padding(other, copy, shares))
+            told.append(Picture("padding", drawn, null_block.padding_alt(other, copy)))
+    return told
+
+
+def missing(run: Run) -> list[str]:
+    """What the page would show of a run but cannot, in words."""
+    return [answers.alt(name, run) for name in ("latency", "limit", "heads", "eager", "step")
+            if answers.figure_data(name, run).empty]  # fmt: skip
+
+
+# -- what it rests on
+
+
+def method(run: Run) -> list[str]:
+    """How it was measured, in five lines."""
+    done = run.samples[run.samples["status"] == "ok"]
+    workers, rounds = (count(done[name].nunique(), noun) for name, noun in (("worker", "worker"), ("round", "round")))
+    how = "as a share of a CUDA graph of many calls" if run.timer == "graph" else "call by call"
+    return [
+        f"Timed is the write of K and V, without padding, {how} (timer {run.timer}).",
+        "Caches are as a server leaves them (state produced): K and V still in L2, the slots written to not.",
+        f"{workers} (processes with allocations of their own) of up to {rounds}; in each, a case's copies run in a new "
+        "random order on the same inputs.",
+        "A copy is timed only where it wrote every bit right in this very case, before and after.",
+        "A speedup is the median of a round's ratios of times, with a bootstrapped 95 % interval. FASTER, SLOWER: all "
+        f"of it lies beyond the margin ({stats.LEAST_MARGIN:.0%}, or the noise floor if larger: a copy timed under two "
+        "names); SAME: within it; UNDECIDED: neither.",
+    ]
+
+
+def commands(run: Run, path: Path) -> list[tuple[str, str]]:
+    """(command, what it does) that reproduce the run and its page."""
+    grid, commit, versions = run.first["grid"], run.first["kvnb_commit"], " ".join(map(answers.release, run.releases))
+    fetch = [(f".venv/bin/kvnb releases {versions}", "fetches vLLM's kernels")] if versions else []
+    if not path.is_relative_to(paths.RECORDED):
+        return [*fetch, (f"make report GRID={grid}", "measures, and draws this page")]
+    checkout = [] if commit.startswith("tree-") else [(f"git checkout {commit[:7]}", "the code that measured:")]
+    draw = (f"make render GPU={path.parent.name}", "draws this page from the run file, without a GPU")
+    return [draw, *checkout, *fetch, (f"make record GRID={grid}", f"measures anew, on {run.machine}")]
+
+
+def provenance(run: Run, path: Path) -> list[tuple[str, str]]:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return [*answers.provenance(run).itertuples(index=False, name=None), ("SHA-256 of its file", digest)]
+
+
+# -- for README and for an issue's comment
+
+
+ASKED = "Does PyTorch's index copy outperform a hand-written kernel?"
+
+
+def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
+    """Both questions with their answers, in Markdown."""
+    both = [f"**{ASKED}**", *(f"{answers.answer(run)} {answers.certainty(run)}" for run in runs)]
+    return "\n\n".join([*both, f"**{null_block.ASKED}**", *map(reserve, padded or [None])])
+
+
+def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
+    """To paste into a GitHub issue: the answers, a table of verdicts per run, and what they rest on."""
+    lines = [f"# {' and '.join(map(title, runs)) or 'No run to report'}", told(runs, padded)]
+    for run in runs:
+        lines += [f"## {title(run)}"] * (len(runs) > 1) + [table.markdown() for table in matrices(run)]
+        about = run.first
+        lines.append(f"{run.about}; grid {about['grid']}, run {about['run_id']}, kvnb {about['kvnb_commit'][:12]}.")
+    return "\n\n".join([*lines, answers.note(runs)]) + "\n"

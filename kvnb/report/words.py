@@ -1,0 +1,69 @@
+"""How numbers and names read in every sentence, table and figure."""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+
+from kvnb.bench import stats
+
+OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
+VLLM = "vLLM's 2024 design, rewritten"
+LABELS = {"vllm.scalar": f"vllm.scalar ({VLLM})", ISSUE: f"{ISSUE} (the issue's)"}
+USUAL = {"dtype": "bfloat16", "source": "contiguous", "slots": "random", "block_size": 16, "cache": ""}
+
+
+def label(copy: str) -> str:
+    return LABELS.get(copy, copy)
+
+
+def release(copy: str) -> str:
+    """The version in `vllm==X`; empty for other copies and for `vllm==X.cubin`, which stands beside its op."""
+    found = re.fullmatch(r"vllm==(\d[\w.]*)", copy)
+    return found[1] if found and not copy.endswith(".cubin") else ""
+
+
+def times(ratio: float) -> str:
+    """Three digits; `z` keeps a rounded -0.00 from showing its sign."""
+    return f"{ratio:z.{2 if abs(ratio) < 10 else 1 if abs(ratio) < 100 else 0}f}"
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in us, ms or s."""
+    scale, unit = next(((s, u) for s, u in ((1e6, "us"), (1e3, "ms")) if abs(seconds) * s < 1000), (1, "s"))
+    return f"{times(seconds * scale)} {unit}"
+
+
+def line_name(row: dict | pd.Series, layout: bool = False) -> str:
+    """`8x128`, then what is not as in USUAL, then its layout."""
+    value = f"/{row['value_head_size']}" if row["value_head_size"] != row["head_size"] else ""
+    words = {"slots": "{} slots", "block_size": "blocks of {}"}
+    odd = [words.get(name, "{}").format(row[name]) for name, usual in USUAL.items() if row[name] != usual]
+    return " ".join([f"{row['num_kv_heads']}x{row['head_size']}{value}", *odd, *[row["layout"]] * layout])
+
+
+def cell_name(row: dict | pd.Series) -> str:
+    return f"{count(row['num_tokens'], 'token')} of {line_name(row, layout=True)}"
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def interval(row: dict | pd.Series) -> str:
+    return f"{times(row['speedup'])} [{times(row['low'])}, {times(row['high'])}]"
+
+
+def neither(row: dict | pd.Series) -> str:
+    """A verdict that leaves open which is faster, in brackets."""
+    return f" ({row['verdict']})" if row["verdict"] in ("SAME", "UNDECIDED") else ""
+
+
+def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
+    """Geometric mean of speedups: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
+    mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
+    told = f"{interval(mean)} {mean['verdict']}"
+    spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
+    lost = (rows["verdict"] == "SLOWER").sum()
+    return f"{told} ({count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told

@@ -1,0 +1,129 @@
+"""What the front page says is what the runs say: numbers are recomputed here from raw samples."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+
+from kvnb import paths
+from kvnb.bench import results
+from kvnb.report import answers, front, null_block
+
+SHIPPED = "vllm==0.33.0"
+
+
+def medians(run: answers.Run, a: str, b: str) -> np.ndarray:
+    """Of the packed decode cases, the medians over (worker, round) of b's time / a's."""
+    rows = run.samples.query("part == 'write' and timer == 'graph' and status == 'ok' and layout == 'packed'")
+    rows = rows[rows["num_tokens"] <= 256]
+    wide = rows.pivot(index=["num_kv_heads", "num_tokens", "worker", "round"], columns="copy", values="seconds")
+    return (wide[b] / wide[a]).groupby(level=[0, 1]).median().to_numpy()
+
+
+def cell_of(table: front.Matrix, layout: str, regime: str, copy: str) -> front.Cell | None:
+    [cells] = [cells for *place, cells in table.rows if place == [layout, regime]]
+    return cells[table.copies.index(copy)]
+
+
+@pytest.mark.parametrize("kernel", [SHIPPED, "kvnb"])
+def test_a_cell_is_the_mean_of_a_kernels_speedups(gpu, kernel):
+    table, speedups = front.matrix(gpu, kernel), medians(gpu, kernel, "torch.index_put")
+    cell = cell_of(table, "packed", "decode", "torch.index_put")
+    assert cell.speedup == f"{np.exp(np.log(speedups).mean()):.2f}"
+    assert cell.spread == f"6 cases, {speedups.min():.2f} to {speedups.max():.2f}"
+    low, high = map(float, cell.ends.strip("[]").split(","))
+    assert low <= float(cell.speedup) <= high and cell.verdict == "FASTER" and cell.lost == 0
+    assert cell.text == f"{cell.speedup} {cell.ends} FASTER"
+
+
+def test_what_a_kernel_loses_is_in_its_cell(gpu):
+    table = front.matrix(gpu, "kvnb")
+    assert cell_of(table, "NHD", "prefill", answers.BEST).lost == 2
+    assert cell_of(table, "NHD", "prefill", answers.BEST).text.endswith(" UNDECIDED (2 SLOWER)")
+    shipped = cell_of(front.matrix(gpu, SHIPPED), "NHD", "prefill", answers.PLAIN)
+    assert shipped.verdict == "SLOWER" and float(shipped.speedup) < 1
+
+
+def test_kvnb_is_held_against_all_and_vllms_kernel_against_pytorchs(gpu, old):
+    vllm, ours = front.matrices(gpu)
+    assert (vllm.kernel, ours.kernel, ours.copies[0]) == (SHIPPED, "kvnb", SHIPPED)
+    assert {"triton", "flashinfer", "vllm.scalar"} <= set(ours.copies) and "triton" not in vllm.copies
+    assert [table.kernel for table in front.matrices(old)] == ["kvnb"]
+    assert cell_of(ours, "packed", "decode", "flashinfer") is None
+
+
+def test_the_compact_table_holds_what_the_question_is_about(gpu):
+    table = front.compact(gpu)
+    assert table.copies == [SHIPPED, answers.BEST, "torch.index_put", "torch.compile"]
+    assert {layout for layout, *_ in table.rows} == {"packed", "NHD"}
+    lines = table.markdown().splitlines()
+    assert len(lines) == 2 + 6 and {line.count("|") for line in lines} == {6}
+    assert lines[0].startswith(f"| kvnb's speedup over | {SHIPPED} |") and lines[2].startswith("| packed, decode | ")
+
+
+def test_a_reserved_slot_costs_time_where_much_is_padded(padded):
+    text, found = front.reserve(padded), null_block.replayed()
+    assert text.startswith("Time where much is padded, and one block: writing padding to one reserved slot")
+    for copy in padded.main:
+        rows = padded.cost(copy)
+        dear = rows[rows["verdict"] == "FASTER"]
+        assert (
+            f"{copy} in {len(dear)} of {len(rows)} padded cases, by up to {answers.times(rows['speedup'].max())} ["
+            in text
+        )
+        usual = [row.padding <= null_block.usual_share(found.shares, row.num_tokens) for row in dear.itertuples()]
+        assert not any(usual)
+    assert "; none of these with as little padding as" in text
+    all_of, less = found.capacity["usable blocks"]
+    assert all_of - less == 1 and f"{less:,} blocks hold" in text and f"at a time where {all_of:,} hold" in text
+    rows = null_block.memory_rows()
+    assert f"In memory it is one block, at most {rows['percent'].max():.2g} % of a pool of 60 GiB" in text
+
+
+def test_a_slot_that_costs_no_time_and_one_that_costs_what_is_usual(padded, monkeypatch):
+    same = padded.samples.assign(seconds=padded.samples.groupby("num_tokens")["seconds"].transform("median"))
+    free = front.reserve(null_block.PaddedRun(same.assign(copy=same["copy"].str.split(" ").str[0])))
+    assert free.startswith("No time, and one block: ") and "of these" not in free and " in none of " in free
+    monkeypatch.setattr(null_block, "usual_share", lambda shares, tokens: 1.0)
+    assert front.reserve(padded).startswith("Time, and one block: ")
+
+
+def test_without_a_run_of_grid_padding_only_memory_is_known():
+    text = front.reserve(None)
+    assert text.startswith("Not measured in time: no run of grid padding is recorded yet: make record GRID=padding")
+    assert "In memory it is one block" in text
+
+
+def test_a_page_says_how_its_run_is_made_again(gpu, old, tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "RECORDED", tmp_path)
+    recorded, local = tmp_path / "h200" / "a.parquet", tmp_path.parent / "mine.parquet"
+    commit = gpu.first["kvnb_commit"][:7]
+    asked = [command for command, _ in front.commands(gpu, recorded)]
+    assert asked == [
+        "make render GPU=h200", f"git checkout {commit}", ".venv/bin/kvnb releases 0.33.0", "make record GRID=full",
+    ]  # fmt: skip
+    assert [command for command, _ in front.commands(old, local)] == ["make report GRID=full"]
+
+
+def test_method_is_five_lines_with_the_runs_numbers(gpu, cpu):
+    assert len(front.method(gpu)) == len(front.method(cpu)) == 5
+    assert "timer graph" in front.method(gpu)[0] and "timer wall" in front.method(cpu)[0]
+    assert front.method(gpu)[2].startswith("3 workers") and "5 rounds" in front.method(gpu)[2]
+
+
+def test_provenance_holds_the_files_digest(gpu, tmp_path):
+    path = results.save(gpu.samples, tmp_path / "run.parquet")
+    assert dict(front.provenance(gpu, path))["SHA-256 of its file"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_summary_is_for_an_issue(gpu, padded):
+    text = front.summary([gpu], [padded])
+    assert text.startswith(f"# NVIDIA H200, torch 2.13.0, {gpu.first['utc'][:10]}")
+    for part in (answers.answer(gpu), front.reserve(padded), answers.note([gpu])):
+        assert part in text
+    tables = re.findall(r"(?:^\|.+\n)+", text, re.MULTILINE)
+    assert [table.rstrip("\n") for table in tables] == [table.markdown() for table in front.matrices(gpu)]
+    assert "](" not in text, "a relative link leads nowhere in an issue"
