@@ -17,6 +17,7 @@ _HOMES = {
     "compare": "kvnb.bench.stats",
     "summarise": "kvnb.bench.stats",
     "noise_floor": "kvnb.bench.stats",
+    "explore": "kvnb.report.explore",
 }
 _MODULES = ("bench", "build", "copies", "machine", "paths", "problem", "report", "reserve")
 __all__ = [*_HOMES, *_MODULES]  # noqa: PLE0604

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +15,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 from kvnb import paths
-from kvnb.report import answers, front, null_block, plots
+from kvnb.report import answers, explore, front, null_block, plots
 from kvnb.report.execute import ANSI, Outcome
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -42,16 +43,22 @@ def report(
     """Write into `folder` a page per notebook, summary.md, and index.html with the answers of `runs`; returns its path.
 
     `releases`, `padded`: the runs of 05_releases and of 04_null_block, whose answers stand there too; without any
-    `padded`, what is known without one. Where `folder` holds an explore.html, it is linked.
+    `padded`, what is known without one. The first of `runs` is explore.html's, where that can be made.
     """
-    explore = [("explore", "explore.html")] * (folder / "explore.html").is_file()
-    links = [("Answer", "index.html"), *explore, *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
+    lacking = explore.missing() or ("" if runs else "no run to explore")
+    explorable = [] if lacking else [("explore", "explore.html")]
+    links = [("Answer", "index.html"), *explorable, *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
     for outcome in outcomes:
         page(outcome, links)
+    (folder / "explore.html").unlink(missing_ok=True)  # an earlier report's
+    if explorable:
+        explore.page(runs[0], folder / "explore.html", links)
+    else:
+        print(f"kvnb: no explore.html: {lacking}", file=sys.stderr)
     answered = [(answers.load(path), path, *_links(path, folder)) for path in runs]
     others = [_links(path, folder)[0] for path in (*padded, *releases)]
     padded, releases = [*map(null_block.load, padded)], [*map(answers.load, releases)]
-    values = {"answers": answers, "null_block": null_block, "front": front, "explore": bool(explore)}
+    values = {"answers": answers, "null_block": null_block, "front": front, "lacking": lacking}
     values["failed"] = [outcome for outcome in outcomes if outcome.failure]
     values["held"] = [outcome.name for outcome in outcomes]
     values |= {"reserves": padded or [None], "others": others}

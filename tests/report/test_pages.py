@@ -3,6 +3,7 @@
 import base64
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -99,7 +100,6 @@ def site(tmp_path, monkeypatch, run_files, notebook):
 
 def test_the_index_answers_for_every_run(site, notebook):
     folder, runs = site
-    (folder / "explore.html").write_text("")
     page = Page(pages.report(folder, [notebook], runs))
     is_safe(page)
     flat = " ".join(page.text.split())
@@ -110,6 +110,7 @@ def test_the_index_answers_for_every_run(site, notebook):
     for figure in ("limit", "eager", "step"):
         assert answers.alt(figure, answers.load(runs[0])) in flat, "a figure that the run cannot fill is missed"
     assert [link["href"] for link in page.all("a")].count("explore.html") == 2
+    assert (folder / "explore.html").stat().st_size > 100_000
     assert (folder / "summary.md").read_text() == front.summary([answers.load(path) for path in runs], [])
     targets = [link["href"] for link in page.all("a") if link["href"].endswith(".parquet")]
     assert [(folder / target).resolve() for target in targets] == [path.resolve() for path in runs]
@@ -154,12 +155,19 @@ def test_the_verdicts_are_a_matrix_of_words_and_colours(site, notebook):
     assert {"faster", "slower", "same", "none"} <= set(re.findall(r'<td class="(\w+)">', text))
 
 
-def test_the_figures_that_matter_are_small_and_described(site, notebook, padding_file, by_release):
+def test_the_figures_that_matter_are_small_and_described(
+    site, notebook, padding_file, by_release, monkeypatch, capsys
+):
     folder, runs = site
+    monkeypatch.setitem(sys.modules, "altair", None)
+    (folder / "explore.html").write_text("an earlier report's")
     releases = results.save(by_release.samples, folder / "releases.parquet")
     index = pages.report(folder, [notebook], runs[1:], [releases], [padding_file])
     page, run = Page(index), answers.load(runs[1])
-    assert "explore.html" not in {link["href"] for link in page.all("a")}
+    assert "explore.html" not in {link["href"] for link in page.all("a")} and not (folder / "explore.html").exists()
+    lacking = "There is no explore.html: "
+    assert lacking in page.text and "altair" in page.text.partition(lacking)[2][:200]
+    assert "kvnb: no explore.html: " in capsys.readouterr().err
     drawn = page.all("img")
     assert 8 <= len(drawn) <= 15 and index.stat().st_size < 8e6
     assert all(len(base64.b64decode(picture["src"].partition(",")[2])) <= 60_000 for picture in drawn)

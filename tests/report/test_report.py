@@ -86,7 +86,7 @@ def test_rendering_the_record_twice_gives_the_same_bytes(place):
 
     first = rendered()
     pages = [f"{name}.{kind}" for name in ("03_compare", "04_null_block", "06_timers") for kind in ("html", "ipynb")]
-    assert sorted(first) == [*pages, "index.html", "latency.png", "summary.md"]
+    assert sorted(first) == [*pages, "explore.html", "index.html", "latency.png", "summary.md"]
     timers = nbformat.read(paths.REPORTS / "h200" / "06_timers.ipynb", as_version=4).cells[-1].outputs[0]
     assert timers.data["text/plain"] == "('data/recorded/h200/2026-11-30_full_0123abc.parquet', 'no')"
     assert rendered() == first
