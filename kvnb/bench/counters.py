@@ -266,20 +266,6 @@ def parse(told: str) -> list[dict]:
     return kernels
 
 
-def shown(counted: pd.DataFrame) -> pd.DataFrame:
-    """The calls of a table as a notebook shows them; DRAM bytes as shares of what the call reads, and writes."""
-    calls = counted[counted["timer"].isna() | (counted["timer"] == "call")]
-    whole = calls["bytes_moved"] / 2e2
-    columns = {
-        "time, us": 1e6 * calls["seconds"], "DRAM read, %": calls["dram_read"] / whole,
-        "DRAM written, %": calls["dram_written"] / whole, "L2, MB": calls["l2"] / 1e6, "registers": calls["registers"],
-        "threads": calls["threads"], "occupancy, %": calls["occupancy"],
-        "in flight, KB per SM": calls["in_flight"] / 1e3,
-    }  # fmt: skip
-    text = {name: column.astype(float).map("{:,.4g}".format).replace("nan", "") for name, column in columns.items()}
-    return calls[["copy", "case"]].assign(**text, why=calls["reason"]).astype(object).fillna("")
-
-
 def number(text: str) -> float:
     return nan if text in ("", "n/a") else float(text.replace(",", ""))
 

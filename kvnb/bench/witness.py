@@ -22,8 +22,8 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from kvnb import machine, paths
-from kvnb.bench import counters, results, stats, timing
+from kvnb import machine
+from kvnb.bench import counters, stats, timing
 from kvnb.bench.timing import Bench, Cell, EagerTimed, GraphTimed, Plan, Stage
 from kvnb.copies import REGISTRY, releases
 from kvnb.problem.case import CASE_FIELDS, Case
@@ -37,33 +37,6 @@ VISITS, LOOP, LOOP_WARM_UPS = 10, 100, 3  # LOOP: as vLLM's benchmark_reshape_an
 PROBE = "clock_probe_kernel"  # runs right before each call of timer `call`
 STATES_BY_SPEED = (("resident", "DRAM", "at least", 0.0), ("produced", "DRAM", "at least", 0.0),
                    ("produced", "resident", "at most", 0.0), ("cold", "DRAM", "at most", WITHIN))  # fmt: skip
-CLAIMS = {
-    "noise floor": f"a copy against itself, under another name, differs by at most {stats.WIDEST_SAME:.0%}",
-    "two processes": f"their medians of `graph` lie within {ALIKE:.0%} of each other in {OF_CELLS:.0%} of cells",
-    "profiler": f"from 10 us on, `graph`, and `call` less an event pair, are within {WITHIN:.0%} of what the profiler "
-    "saw from the first begin to the last end",
-    "states by speed": "in a chain, `resident` and `produced` outrun DRAM, `produced` not `resident`, `cold` not DRAM",
-    "states by DRAM bytes": f"in a chain, DRAM sees a call's bytes where its state says so, else at most {LEFT:.0%}",
-    "empty event pair": "what two events with nothing between them cost",
-    "write-back": "what a chain pays for writing lines back, and a flushed call leaves to what follows",
-    "a wait per call": "`graph` against a loop that waits for the GPU after every call",
-    "nvbench": "`call` cold against nvbench's cold measurement, which flushes by writing",
-}
-FEW, PAIR = "few sets: partly in L2", "with the event pair"
-INCLUDES = pd.DataFrame(
-    [
-        ("graph", "no", "between nodes", "of all but the last calls", "sets rotate", "a replay / K, or a slope"),
-        ("call", "no: full queue", PAIR, "left to what follows", "a flush by reading", "one call"),
-        ("host", "yes", "not waited for", "no", FEW, f"{timing.BATCH_CALLS} calls / {timing.BATCH_CALLS}"),
-        ("eager", "yes", "where the host is slower", "yes", FEW, "N calls and one wait, / N"),
-        ("wall", "yes (CPU)", "none", "yes", FEW, "N calls / N"),
-        ("profiler", "no", "between nodes", "as the timer's", "as the timer's", "first begin to last end, / K"),
-        ("a wait per call", "yes, and waking up", "yes", "yes", "one set: in L2", f"mean of {LOOP} calls"),
-        ("nvbench, cold", "no: full queue", PAIR, "some of the flush's", "a flush by writing", "one call"),
-    ],
-    columns=["timer", "host dispatch", "launch gap", "write-back", "cache state by", "a sample is"],
-)
-
 CASES = (*map(Case, (1, 256, 4096, 16384, 65536)), Case(16384, layout="packed"))  # 8 x 128 bf16
 COPIES = ("limit.event", "kvnb", "vllm.scalar", "torch.index_put", "torch.index_copy_wide", "limit.copy")
 UNDER_NVBENCH, NVBENCH_SECONDS = ("kvnb", "torch.index_copy_wide", "limit.copy"), 300
@@ -347,7 +320,7 @@ def _under_nvbench(gpu: timing.Gpu, copy, case: Case, state) -> None:
     state.exec(launch, batched=False)
 
 
-# -- kept and shown
+# -- kept
 
 
 def record(path: str | Path | None = None, device: str = "auto") -> Path:
@@ -357,53 +330,6 @@ def record(path: str | Path | None = None, device: str = "auto") -> Path:
     where the GPU stopped answering: what there is stays, and the next call measures the cases that follow.
     """
     return counters.recorded("timers", live, path, device)
-
-
-def seen(device: str, choice: str, gpu: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(`live`, counters.measure) of a device if `choice` is yes, or auto on a GPU; else what is recorded of `gpu`.
-
-    Raises ValueError for yes without a GPU. A table that was never recorded is empty.
-    """
-    here = machine.resolve_device(device)
-    if choice == "yes" and here.type != "cuda":
-        raise ValueError(f"live = 'yes' needs a CUDA GPU, and device is {here}: 'no' shows the newest record")
-    if choice != "no" and here.type == "cuda":
-        return live(here), counters.measure(here)
-    return _recorded("timers", gpu, COLUMNS), _recorded("counters", gpu, counters.COLUMNS)
-
-
-def _recorded(name: str, gpu: str, columns: list[str]) -> pd.DataFrame:
-    found = results.newest(paths.gpu_folder(gpu), name)
-    return pd.read_parquet(found) if found else pd.DataFrame(columns=[*columns, *counters.PROVENANCE])
-
-
-def told(rows: pd.DataFrame) -> list[str]:
-    """A sentence for each claim that has a bound, those that do not hold first, then what was not measured."""
-    said = []
-    for claim, judged in rows[rows["holds"].notna()].groupby("claim", sort=False):
-        broken = judged[~judged["holds"].astype(bool)]
-        where = ["/".join(filter(None, (at.timer, at.state, at.copy, at.case))) for at in broken.itertuples()]
-        not_in = f"; not in {', '.join(where[:4])}{f' and {len(where) - 4} more' * (len(where) > 4)}" if where else ""
-        holds = f"holds in {len(judged) - len(broken)} of {len(judged)}{not_in}"
-        said.append((not where, f"**{claim}**: {CLAIMS[claim]}: {holds}."))
-    absent = [claim for claim in CLAIMS if claim not in set(rows["claim"])]
-    said += [(True, f"**{claim}**: {CLAIMS[claim]}: not measured; on a GPU, this notebook does.") for claim in absent]
-    return [text for _, text in sorted(said, key=lambda item: item[0])]
-
-
-def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
-    """The rows of a claim as a notebook shows them: units in the cells, empty columns left out."""
-    read = pd.DataFrame(map(_read, rows[rows["claim"] == claim].to_dict("records")))
-    return read.loc[:, (read != "").any()]
-
-
-def _read(at: dict) -> dict:
-    scale, unit = {"s": (1e6, "us"), "B": (1e-6, "MB"), "B/s": (1e-12, "TB/s"), "share": (100, "%")}[at["unit"]]
-    numbers = {name: "" if isnan(at[name]) else f"{at[name] * scale:.2f} {unit}" for name in ("ours", "witness")}
-    off = "" if isnan(at["difference"]) or at["unit"] == "share" else f"{at['difference']:+.1%}"
-    judged = {"difference": off, "bound": f"{at['sense']} {at['bound']:.0%}" if at["sense"] else ""}
-    holds = "" if pd.isna(at["holds"]) else "yes" if at["holds"] else "no"
-    return {name: at[name] for name in COLUMNS[1:5]} | numbers | judged | {"holds": holds, "detail": at["detail"]}
 
 
 if __name__ == "__main__":

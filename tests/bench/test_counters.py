@@ -253,20 +253,6 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
 
 
-def test_dram_bytes_are_shown_as_shares_of_what_is_read_and_what_is_written():
-    case = Case(16384)
-    half = case.bytes_moved / 2
-    at = {"copy": "kvnb", "case": str(case), "timer": "call", "bytes_moved": case.bytes_moved, "seconds": 33.5e-6}
-    counted = at | {"dram_read": half, "dram_written": half / 4, "l2": 3 * half, "registers": 32, "in_flight": 20_480.0}
-    rows = [counted | {"timer": "graph", "seconds": 1.0}, counted, {"reason": "no ncu"}]
-    shown = counters.shown(pd.DataFrame(rows, columns=counters.COLUMNS))
-    assert shown["why"].tolist() == ["", "no ncu"]  # a graph's counts are about states
-    first = shown.iloc[0].to_dict()
-    assert (first["DRAM read, %"], first["DRAM written, %"], first["time, us"]) == ("100", "25", "33.5")
-    assert float(first["L2, MB"]) == pytest.approx(3 * half / 1e6, rel=1e-3)
-    assert (first["in flight, KB per SM"], first["registers"], first["threads"]) == ("20.48", "32", "")
-
-
 def test_a_launchs_shape_is_no_graphs(monkeypatch):
     kernel = {"dram_read": 1.0, "dram_written": 1.0, "l2": 1.0, "registers": 32.0, "blocks": 7.0, "block": 1.0}
     monkeypatch.setattr(counters, "_ncu", lambda *child: "")

@@ -34,7 +34,6 @@ def test_bounds_hold_on_their_side(sense, bound, inside, outside):
 def test_without_a_bound_or_a_witness_nothing_is_judged():
     assert row("write-back", 2.0, 1.0)["holds"] is None
     assert row("profiler", 1.0, float("nan"), "within", 0.05)["holds"] is None
-    assert not any("holds" in text for text in witness.told(witness.table([row("write-back", 2.0, 1.0)])))
 
 
 # ------------------------------------------------------------------------------------------------------------ a run
@@ -405,42 +404,7 @@ def test_under_nvbench_every_call_is_warmed_up_and_runs_on_its_stream(gpu, monke
     assert streams == [7] * 8  # the warm-up, then three, twice
 
 
-# --------------------------------------------------------------------------------------------------------- how it reads
-
-
-def test_what_does_not_hold_is_told_first_and_named():
-    rows = [row("noise floor", 0.02, sense="at most", bound=0.1, difference=0.02, unit="share"),
-            row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph", case="c", copy="kvnb")]  # fmt: skip
-    first, second, *others = witness.told(witness.table(rows))
-    assert first.startswith("**profiler**") and "holds in 0 of 1; not in graph/kvnb/c" in first
-    assert second.startswith("**noise floor**") and "holds in 1 of 1" in second
-    assert len(others) == len(witness.CLAIMS) - 2 and all("not measured" in text for text in others)
-
-
-def test_cells_are_shown_with_units_and_without_empty_columns():
-    rows = witness.table([row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph")])
-    assert witness.shown(rows, "profiler").to_dict("records") == [
-        {"timer": "graph", "ours": "20.00 us", "witness": "10.00 us", "difference": "+100.0%", "bound": "within 5%",
-         "holds": "no"}
-    ]  # fmt: skip
-    assert witness.shown(rows, "nvbench").empty
-
-
-def test_a_record_is_found_again_by_its_gpu(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(witness, "CASES", ())  # nothing but the row that nvbench is not here
-    monkeypatch.setattr(witness.paths, "RECORDED", tmp_path)
-    monkeypatch.setattr(witness.machine, "package_version", lambda name: "")
-    for gpu_name, day in (("A", 1), ("B", 2), ("A", 3)):
-        monkeypatch.setattr(counters, "provenance", lambda device, gpu=gpu_name, day=day: {
-            **dict.fromkeys(counters.PROVENANCE, ""), "gpu": gpu, "utc": day})  # fmt: skip
-        path = witness.record(tmp_path / gpu_name.lower() / f"2026-12-0{day}_timers_0123abc.parquet", "cpu")
-        assert [file.name for file in path.parent.glob("*") if day == 1] in ([], [path.name])
-    newest, counted = witness.seen("cpu", "auto", "A")
-    assert newest["utc"].tolist() == [3] and newest.columns.tolist() == [*witness.COLUMNS, *counters.PROVENANCE]
-    assert counted.empty and counters.shown(counted).empty
-    assert witness.seen("cpu", "no", "C")[0].empty
-    with pytest.raises(ValueError, match="live = 'yes' needs a CUDA GPU, and device is cpu"):
-        witness.seen("cpu", "yes", "A")
+# ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
 @pytest.mark.gpu

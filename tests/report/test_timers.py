@@ -1,0 +1,66 @@
+"""What 06_timers says and shows of the claims about our timers."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from kvnb.bench import counters, witness
+from kvnb.bench.witness import row
+from kvnb.problem.case import Case
+from kvnb.report import timers
+
+US = 1e-6
+
+
+def test_what_has_no_bound_is_not_said_to_hold():
+    assert not any("holds" in text for text in timers.told(witness.table([row("write-back", 2.0, 1.0)])))
+
+
+def test_what_does_not_hold_is_told_first_and_named():
+    rows = [row("noise floor", 0.02, sense="at most", bound=0.1, difference=0.02, unit="share"),
+            row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph", case="c", copy="kvnb")]  # fmt: skip
+    first, second, *others = timers.told(witness.table(rows))
+    assert first.startswith("**profiler**") and "holds in 0 of 1; not in graph/kvnb/c" in first
+    assert second.startswith("**noise floor**") and "holds in 1 of 1" in second
+    assert len(others) == len(timers.CLAIMS) - 2 and all("not measured" in text for text in others)
+
+
+def test_cells_are_shown_with_units_and_without_empty_columns():
+    rows = witness.table([row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph")])
+    assert timers.shown(rows, "profiler").to_dict("records") == [
+        {"timer": "graph", "ours": "20.00 us", "witness": "10.00 us", "difference": "+100.0%", "bound": "within 5%",
+         "holds": "no"}
+    ]  # fmt: skip
+    assert timers.shown(rows, "nvbench").empty
+
+
+def test_a_record_is_found_again_by_its_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(witness, "CASES", ())  # nothing but the row that nvbench is not here
+    monkeypatch.setattr(timers.paths, "RECORDED", tmp_path)
+    monkeypatch.setattr(witness.machine, "package_version", lambda name: "")
+    for gpu_name, day in (("A", 1), ("B", 2), ("A", 3)):
+        monkeypatch.setattr(counters, "provenance", lambda device, gpu=gpu_name, day=day: {
+            **dict.fromkeys(counters.PROVENANCE, ""), "gpu": gpu, "utc": day})  # fmt: skip
+        path = witness.record(tmp_path / gpu_name.lower() / f"2026-12-0{day}_timers_0123abc.parquet", "cpu")
+        assert [file.name for file in path.parent.glob("*") if day == 1] in ([], [path.name])
+    newest, counted = timers.seen("cpu", "auto", "A")
+    assert newest["utc"].tolist() == [3] and newest.columns.tolist() == [*witness.COLUMNS, *counters.PROVENANCE]
+    assert counted.empty and timers.counts(counted).empty
+    assert timers.seen("cpu", "no", "C")[0].empty
+    with pytest.raises(ValueError, match="live = 'yes' needs a CUDA GPU, and device is cpu"):
+        timers.seen("cpu", "yes", "A")
+
+
+def test_dram_bytes_are_shown_as_shares_of_what_is_read_and_what_is_written():
+    case = Case(16384)
+    half = case.bytes_moved / 2
+    at = {"copy": "kvnb", "case": str(case), "timer": "call", "bytes_moved": case.bytes_moved, "seconds": 33.5e-6}
+    counted = at | {"dram_read": half, "dram_written": half / 4, "l2": 3 * half, "registers": 32, "in_flight": 20_480.0}
+    rows = [counted | {"timer": "graph", "seconds": 1.0}, counted, {"reason": "no ncu"}]
+    shown = timers.counts(pd.DataFrame(rows, columns=counters.COLUMNS))
+    assert shown["why"].tolist() == ["", "no ncu"]  # a graph's counts are about states
+    first = shown.iloc[0].to_dict()
+    assert (first["DRAM read, %"], first["DRAM written, %"], first["time, us"]) == ("100", "25", "33.5")
+    assert float(first["L2, MB"]) == pytest.approx(3 * half / 1e6, rel=1e-3)
+    assert (first["in flight, KB per SM"], first["registers"], first["threads"]) == ("20.48", "32", "")
