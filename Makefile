@@ -69,7 +69,7 @@ record: set-up ## measure a record of this GPU: data/recorded/<gpu>/<date>_<grid
 	@$(RUNNER) -m kvnb record $(measuring) $(call option,RUN,run)
 
 compare: set-up ## how fast B's copies are against A's: A=run file B=run file
-	@$(RUNNER) -m kvnb compare "$$A" "$$B"
+	@$(if $(and $(filter A,$(GIVEN)),$(filter B,$(GIVEN))),,$(error make compare takes two run files: A=data/recorded/h200/older.parquet B=data/local/mine.parquet))$(RUNNER) -m kvnb compare "$$A" "$$B"
 
 readme: set-up ## splice the newest record's answer into README.md
 	@$(RUNNER) -m cogapp -r README.md

@@ -134,6 +134,8 @@ def read(path: Path) -> pa.Table:
 def _table_in(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         return pq.read_table(path, partitioning=None, columns=columns)
+    except PermissionError as error:
+        raise RunFileError(f"{path} may not be read: {error}") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
         advice = "give a run file, or, if a run left it so, delete it and measure again"
         raise RunFileError(f"{path} is not a complete run file ({error}): {advice}") from error

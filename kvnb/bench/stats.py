@@ -125,7 +125,7 @@ def noise_floor(samples: pd.DataFrame) -> pd.DataFrame:
 
 def _floors(rounds: pd.DataFrame) -> pd.DataFrame:
     same = _speedups(rounds[rounds["policy"] == "skip"], *NOISE)
-    far = np.maximum(same["high"] - 1, 1 - same["low"])
+    far = np.maximum(same["high"], 1 / same["low"]) - 1  # as a margin is used: beyond it, or below its inverse
     return far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor").reset_index()
 
 

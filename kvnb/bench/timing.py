@@ -18,8 +18,8 @@ Slots rotate without larger graphs: a graph reads its slot sets from fixed buffe
 those before every replay. Timer `call` reaches its states by reading a buffer of 2 x L2 (a flush by writing would
 leave dirty lines whose write-back the copy would pay for), and, for `produced`, writing the sources anew.
 
-A load can ask L2 to keep its line. What one copy keeps is released before the next is timed; what it keeps itself, such
-as the slots, which a graph's replays read at the same addresses, as a server's layers do, stays for its own samples.
+A load can ask L2 to keep its line. What one copy keeps is released before the next is timed by graph or call; what it
+keeps itself, such as the slots, which a graph's replays read at the same addresses, as a server's layers do, stays.
 
 Everything that touches a clock or a GPU goes through a Bench, so that tests run the same loop on a fake one.
 """

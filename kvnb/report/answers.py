@@ -197,22 +197,38 @@ def answer(run: Run) -> str:
     kernels = [name for name in named if name and len(run.speedups(name, BEST))]
     if not kernels:
         return "No answer, as no case holds both a hand-written kernel and a PyTorch copy."
-    won, lost = ((run.speedups(kernels[0], BEST)["verdict"] == word).sum() for word in ("SLOWER", "FASTER"))
-    often = ("Mostly" if lost else "Yes") if won > lost else ("Seldom" if won < lost else "As often as not")
     best = ", and it ".join(f"beats {named[name]} {_score(run.speedups(name, BEST))}" for name in kernels)
     issue = "; it ".join(_pace(run.speedups(name, ISSUE), name) for name in kernels)
-    what = f"{often if won else 'No'}: the {BEST} copy of each case {best}"
+    what = f"{_often(run.speedups(kernels[0], BEST)['verdict'])}: the {BEST} copy of each case {best}"
     return f"{what}. The issue's own line, {ISSUE}, {issue}."
 
 
+def _often(verdicts: pd.Series) -> str:
+    """How often PyTorch outperforms a kernel, in a word or two; `verdicts` are the kernel's."""
+    won, lost, same = ((verdicts == word).mean() for word in ("SLOWER", "FASTER", "SAME"))
+    if won + lost + same <= 0.5:
+        return "Not decided"
+    often = "Yes" if won == 1 else "Mostly" if won > 0.5 else "In part" if won >= 0.25 else "Seldom"
+    return often if won else "No" if lost else "No, they are level"
+
+
 def _score(rows: pd.DataFrame) -> str:
-    """How b fares against a: `in 12 of 98 cases, by up to 1.22 [1.19, 1.23] times (b), and loses in 66, ...`."""
-    won, lost = ((rows["verdict"] == verdict).sum() for verdict in ("SLOWER", "FASTER"))
-    least, most = (rows.loc[place] for place in (rows["speedup"].idxmin(), rows["speedup"].idxmax()))
-    turned = {"speedup": 1 / least["speedup"], "low": 1 / least["high"], "high": 1 / least["low"]}
-    top = f", by up to {interval(turned)} times ({least['b']})," if won else ""
-    worst = f", by up to {interval(most)}" if lost else ""
-    return f"in {won or 'none'} of {count(len(rows), 'case')}{top} and loses in {lost or 'none'}{worst}"
+    """How b fares against a: `in 12 of 98 cases (all NHD, torch.compile), by up to 1.22 [1.19, 1.23] times, ...`."""
+    rows = rows.sort_values("speedup", kind="stable")
+    wins, losses = (rows[rows["verdict"] == word] for word in ("SLOWER", "FASTER"))
+    kinds = [" and ".join(wins[name].value_counts().index) for name in ("layout", "b") if wins[name].nunique() < 3]
+    where = f" (all {', '.join(kinds)})" if len(wins) and kinds else ""
+    top = worst = ""
+    if len(wins):
+        best = wins.iloc[0]
+        turned = {"speedup": 1 / best["speedup"], "low": 1 / best["high"], "high": 1 / best["low"]}
+        top = f", by up to {interval(turned)} times{'' if where else f' ({best.b})'},"
+    if len(losses):
+        worst = f", by up to {interval(losses.iloc[-1])}"
+    open_ = len(rows) - len(wins) - len(losses)
+    rest = f"; {open_} are level or not decided" if open_ and len(wins) + len(losses) else ""
+    won, lost = len(wins) or "none", len(losses) or "none"
+    return f"in {won} of {count(len(rows), 'case')}{where}{top} and loses in {lost}{worst}{rest}"
 
 
 def _pace(rows: pd.DataFrame, name: str) -> str:
@@ -230,9 +246,12 @@ def _pace(rows: pd.DataFrame, name: str) -> str:
 def certainty(run: Run) -> str:
     """What the intervals rest on, which differences are not called, and which copies have no time."""
     rounds, workers = run.samples.loc[run.samples["status"] == "ok", ["round", "worker"]].nunique()
+    if not workers:
+        return "Nothing was timed."
     few = " (not 3: they are too short)" * (workers < 3)
     told = f"In brackets: 95 % intervals, from {count(workers, 'worker')}{few} of up to {count(rounds, 'round')}."
-    margin = max(run.speedups(name, BEST)["margin"].max() for name in {run.shipped or OURS, OURS})
+    margin = max((run.speedups(name, BEST)["margin"].max() for name in dict.fromkeys((run.shipped or OURS, OURS))
+                  if len(run.speedups(name, BEST))), default=0)  # fmt: skip
     if margin > 0:
         hidden = f"A noise floor of {margin:,.0%} hides smaller differences."
         told += f" {hidden if margin > stats.WIDEST_SAME else f'A difference below {margin:.1%} counts as none.'}"

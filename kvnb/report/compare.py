@@ -66,7 +66,7 @@ class Side:
         if (runs := self.samples["run_id"].nunique()) != 1:
             raise ValueError(f"{path} holds {runs} runs: give the file of one")
         self.first, self.rounds = self.samples.iloc[0].fillna(""), stats.by_round(self.samples)
-        self.hardware = self.first["gpu"] or self.first["cpu"]
+        self.hardware = self.first["gpu"] or f"{self.first['cpu']}, {count(self.first['threads'], 'thread')}"
         here = path.resolve()
         self.name = here.relative_to(paths.ROOT).as_posix() if here.is_relative_to(paths.ROOT) else path.name
         self.launches = self.samples.drop_duplicates(CELL).set_index(CELL)["launches"]
@@ -108,6 +108,11 @@ class Comparison:
         return bool(self.b) and len(told) == 1
 
     @property
+    def same_memcpy(self) -> bool:
+        """Whether the copy that we did not write is the same: the driver's, or on a CPU torch's."""
+        return self.agree(*([] if self.a.first["gpu"] else ["torch"]))
+
+    @property
     def same_code(self) -> bool:
         """Whether kvnb is the same machine code on the same hardware in both, so that its difference is noise."""
         return self.agree("cuda", "torch") and self.a.copies.get(OURS) == self.b.copies.get(OURS)
@@ -129,17 +134,19 @@ class Comparison:
         again: kvnb in one run over kvnb.again in the other, both the same code. memcpy: the driver's own copy.
         """
         columns = {name: stats.noise_floor(side.samples).set_index(TIMED)["floor"] for name, side in self.sides.items()}
-        again, memcpy = [stats.NOISE, stats.NOISE[::-1]] * self.same_code, [(MEMCPY, MEMCPY)] * self.agree()
+        again, memcpy = [stats.NOISE, stats.NOISE[::-1]] * self.same_code, [(MEMCPY, MEMCPY)] * self.same_memcpy
         for name, pairs in (("again", again), ("memcpy", memcpy)):
             reach = [self._reach(*pair) for pair in pairs] or [pd.Series(dtype=float, index=columns["A"].index[:0])]
             columns[name] = pd.concat(reach).groupby(TIMED).quantile(0.9)
-        return pd.DataFrame(columns | {"launch": self._gaps().groupby(TIMED).median()}).rename_axis(TIMED)
+        known = pd.DataFrame(columns | {"launch": self._gaps().groupby(TIMED).median()}).rename_axis(TIMED)
+        asked = pd.MultiIndex.from_tuples({*self.matched[TIMED].itertuples(index=False, name=None)}, names=TIMED)
+        return known.reindex(known.index.union(asked))
 
     def _reach(self, a: str, b: str) -> pd.Series:
         """How far from 1 the interval of copy `b` in B over copy `a` in A reaches, by timer and state."""
         skip = [side.rounds[side.rounds["policy"] == "skip"] for side in self.sides.values()]
         both = speedups(*(run[run["copy"] == name].assign(copy="") for run, name in zip(skip, (a, b))))
-        return np.maximum(both["high"] - 1, 1 - both["low"]).set_axis(pd.MultiIndex.from_frame(both[TIMED]))
+        return (np.maximum(both["high"], 1 / both["low"]) - 1).set_axis(pd.MultiIndex.from_frame(both[TIMED]))
 
     def _gaps(self) -> pd.Series:
         """By case, timer and state: how many seconds an empty launch takes more or less in B."""
@@ -189,7 +196,8 @@ class Comparison:
             return "The margin of a comparison begins with this run's noise floors."
         here = self.margins.loc[tuple(self.where[name] for name in TIMED)]
         told = f"Rounds of two runs are not paired, so each side is drawn by itself. The margin ({self.named}) is the "
-        told += f"largest of 2 %; the noise floors ({here['A']:.1%} in A, {here['B']:.1%} in B)"
+        floors = (f"{here[side]:.1%} in {side}" if here[side] >= 0 else f"unknown in {side}" for side in "AB")
+        told += f"largest of 2 %; the noise floors ({', '.join(floors)})"
         if not self.agree():
             return f"{told}. Hardware or driver differ: what they do is in the speedups, and in no margin."
         known = {"memcpy": f"{MEMCPY} across the runs ({here['memcpy']:.1%})"}

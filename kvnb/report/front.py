@@ -12,6 +12,7 @@ import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import stats
+from kvnb.copies import REGISTRY
 from kvnb.report import answers, null_block, plots
 from kvnb.report.answers import BEST, ISSUE, OURS, REGIMES, Run, count, interval, label, times
 
@@ -27,8 +28,10 @@ LIMITS = (
     "fp8 caches, MLA and x-packed caches are not covered.",
     "A copy is timed by itself: what it does to the caches of the attention kernel that follows is not counted.",
     "Compare copies within a case: across cases, their allocations alone can move a copy by a few percent.",
-    "torch.compile compiles for the first size met in a regime and keeps the faster of two tilings in its own timing.",
-    "Intervals come from few processes: where processes differ more than rounds do, they are too short.",
+    "torch.compile compiles for the first size met in a regime and keeps the faster of two tilings in its own timing: "
+    "between two runs of ours it moved by up to 2 times.",
+    "Intervals come from few processes: where processes differ more than rounds do, they are too short, and they say "
+    "nothing of other boards.",
     f"vllm==X is what that wheel ships; vllm.scalar is {answers.VLLM}, and no verdict on vLLM rests on it.",
 )
 PAGES = {  # what a notebook's page holds
@@ -53,7 +56,7 @@ def title(run: Run) -> str:
 def reserve(run: null_block.PaddedRun | None) -> str:
     """The issue's first TODO in two sentences: what a reserved slot costs in time, then in memory. None: not timed."""
     rows, found = null_block.memory_rows(), null_block.replayed()
-    lacking = f"Not measured in time: {null_block.LACKING[0].lower()}{null_block.LACKING[1:]}"
+    lacking = f"Not timed yet: {null_block.LACKING[0].lower()}{null_block.LACKING[1:]}"
     most = rows.loc[rows["percent"].idxmax()]
     (all_of, held), (less, held_less) = found.capacity[["usable blocks", "held in the mean"]].to_numpy()
     return (
@@ -75,7 +78,9 @@ def _time(run: null_block.PaddedRun, shares: pd.DataFrame) -> str:
         worst = f", by up to {interval(dear.iloc[-1])} times" if len(dear) else ""
         told.append(f"{label(copy)} in {len(dear) or 'none'} of {count(len(rows), 'padded case')}{worst}")
     slowed = pd.concat(usual)
+    called = pd.concat([run.cost(copy)["verdict"] for copy in run.main]) != "UNDECIDED"
     lead = "Time" if slowed.any() else "Time where much is padded" if len(slowed) else "No time"
+    lead = lead if called.mean() > 0.5 else "Not decided"
     often = f"; {slowed.sum() or 'none'} of these with as little padding as rounding a batch up usually leaves"
     what = "writing padding to one reserved slot, where the kernel could skip it, slows"
     return f"{lead}, and one block: {what} {' and '.join(told)}{often * bool(len(slowed))}."
@@ -92,11 +97,16 @@ class Cell:
     ends: str
     verdict: str
     spread: str
-    lost: int
+    lost: str
+
+    @property
+    def colour(self) -> str:
+        """Of the verdict; a mean that hides losses has one of its own."""
+        return "mixed" if self.lost and self.verdict != "SLOWER" else self.verdict.lower()
 
     @property
     def text(self) -> str:
-        return f"{self.speedup} {self.ends} {self.verdict}" + f" ({self.lost} SLOWER)" * bool(self.lost)
+        return f"{self.speedup} {self.ends} {self.verdict}" + f", but {self.lost}" * bool(self.lost)
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,8 @@ def matrix(run: Run, kernel: str, copies: Iterable[str] = (), layouts: Iterable[
 def _cell(rows: pd.DataFrame) -> Cell:
     mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
     spread = f", {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
-    lost = int((rows["verdict"] == "SLOWER").sum()) if len(rows) > 1 else 0
+    slower = (rows["verdict"] == "SLOWER").sum()
+    lost = f"{slower} of {len(rows)} SLOWER" if slower and len(rows) > 1 else ""
     ends = f"[{times(mean['low'])}, {times(mean['high'])}]"
     return Cell(times(mean["speedup"]), ends, mean["verdict"], count(len(rows), "case") + spread, lost)
 
@@ -214,6 +225,20 @@ def commands(run: Run, path: Path) -> list[tuple[str, str]]:
     return [draw, *checkout, *fetch, (f"make record GRID={grid}", f"measures anew, on {run.machine}")]
 
 
+def elsewhere(run: Run, path: Path) -> list[str]:
+    """What other recorded runs of the same grid and GPU model say: how certain the answer is beyond its own board."""
+    if not path.is_relative_to(paths.RECORDED):
+        return []
+    others = [other for other in sorted(path.parent.glob(f"*_{run.first['grid']}_*.parquet")) if other != path]
+    return [f"Another run, {other.name}: {answers.answer(answers.load(other))}" for other in others]
+
+
+def copies(run: Run) -> list[tuple[str, str]]:
+    """(copy, what it is) of the copies that the page names; those that this kvnb knows no more are left out."""
+    named = [OURS, f"{OURS}.dependent", *run.copies]
+    return [(label(copy), REGISTRY[copy].title) for copy in dict.fromkeys(named) if copy in REGISTRY]
+
+
 def provenance(run: Run, path: Path) -> list[tuple[str, str]]:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return [*answers.provenance(run).itertuples(index=False, name=None), ("SHA-256 of its file", digest)]
@@ -227,8 +252,10 @@ ASKED = "Does PyTorch's index copy outperform a hand-written kernel?"
 
 def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     """Both questions with their answers, in Markdown."""
-    both = [f"**{ASKED}**", *(f"{answers.answer(run)} {answers.certainty(run)}" for run in runs)]
-    return "\n\n".join([*both, f"**{null_block.ASKED}**", *map(reserve, padded or [None])])
+    several = len({run.machine for run in (*runs, *padded)}) > 1
+    of = (lambda run: f"{run.machine}, grid {run.first['grid']}: " if run else "") if several else lambda run: ""
+    both = [f"**{ASKED}**", *(f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs)]
+    return "\n\n".join([*both, f"**{null_block.ASKED}**", *(of(run) + reserve(run) for run in padded or [None])])
 
 
 def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:

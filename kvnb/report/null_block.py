@@ -36,7 +36,7 @@ POOL = f"a pool of {models.POOL_BYTES / models.GIB:.0f} GiB"
 ASKED = "What does a reserved slot cost?"
 QUESTIONS = ("When it is not free", "When it is free", "What to do")
 UNTIMED = "What padding costs in time is not measured"
-LACKING = "No run of grid padding is recorded yet: make record GRID=padding measures one on a GPU."
+LACKING = "No run of grid padding is recorded yet (make record GRID=padding)."
 POISON = "Zero the null block after warm-up, or skip: attention multiplies what it masks by 0, and 0 x NaN is NaN."
 LIVE = {"workers": 1, "rounds": 3}  # a look at this machine; a record takes 3 and 10
 

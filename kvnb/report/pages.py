@@ -45,7 +45,8 @@ def report(
     `releases`, `padded`: the runs of 05_releases and of 04_null_block, whose answers stand there too; without any
     `padded`, what is known without one. The first of `runs` is explore.html's, where that can be made.
     """
-    lacking = explore.missing() or ("" if runs else "no run to explore")
+    timed = bool(runs) and answers.load(runs[0]).every_cell["status"].eq("ok").any()
+    lacking = explore.missing() or ("" if timed else "no run with a time to explore")
     explorable = [] if lacking else [("explore", "explore.html")]
     links = [("Answer", "index.html"), *explorable, *((outcome.name, f"{outcome.name}.html") for outcome in outcomes)]
     for outcome in outcomes:
@@ -96,5 +97,6 @@ def readme() -> str:
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
         told += [f"### {front.title(run)}", front.told([run], [null_block.load(padded)] if padded else [])]
         told += [front.compact(run).markdown(), f"![{alt}](reports/{gpu}/latency.png)"]
-        told.append(f"Every copy, figure and number: [reports/{gpu}/index.html](reports/{gpu}/index.html).")
+        notebook = f"reports/{gpu}/03_compare.ipynb"
+        told.append(f"Every copy, figure and number: [{notebook}]({notebook}), or, as pages, reports/{gpu}/index.html.")
     return "\n\n".join(told) or "No run is recorded yet: `make report` measures one."

@@ -36,7 +36,7 @@ MARKERS = "os^DvPX"
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (2, 2)))
 GREYS = ("#111111", "#5f5f5f", "#8c8c8c", "#adadad")  # of batches and block sizes, which have no family
 BARS = "bars: 95 % intervals"
-GREYED = "light grey: PyTorch copies that timer {} finds nowhere in this run PyTorch's fastest"
+GREYED = "light grey: in no case the fastest PyTorch copy (timer {})"
 DEPENDENT = "limit.copy is launched plainly; the floor of kvnb.dependent is limit.launch.dependent"
 OCCUR = (
     f"shaded: shares that rounding a decode batch up to this size leaves in {null_block.USUALLY:.0%} of steps; "
@@ -123,6 +123,8 @@ def make(figure: str, run: answers.Run, layout: str = "") -> Figure:
         about = answers.line_name(run.line)
     elif figure == "releases":
         about = "8x128"
+    elif figure == "heads":
+        about = f"heads of {run.line['head_size']}, {layout or run.line['layout']}"
     drawn = {"heads": heat_map, "releases": by_release}.get(figure)
     fig = drawn(rows, column) if drawn else lines(rows, column, greyed(run), GREYED.format(run.timer))
     return _titled(fig, title, _where(run, about, "graph and eager" if figure == "eager" else run.timer))
@@ -346,7 +348,7 @@ def heat_map(rows: pd.DataFrame, column: str) -> Figure:
     ax.set_xticklabels(map(short, exponent.columns))
     ax.tick_params(length=0, labelrotation=0)
     ax.grid(False)
-    _noted(fig, "purple: kvnb is FASTER; orange: PyTorch is (SLOWER); ?: UNDECIDED; blank: not measured")
+    _noted(fig, "purple: kvnb is faster; orange: PyTorch is; ?: UNDECIDED; blank: not measured")
     return fig
 
 

@@ -1,24 +1,29 @@
 """Pages in a real browser: nothing asked of a server, no sideways scroll on a phone, nothing that axe objects to."""
 
 import base64
+import io
 import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
+from kvnb import paths
 from kvnb.bench import results
 from kvnb.report import answers, pages, plots
 from kvnb.report.execute import Outcome
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+COMMITTED = [page for page in sorted(paths.REPORTS.glob("*/*.html")) if not (page.parent / ".gitignore").exists()]
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    lacking = "needs playwright: pip install playwright axe-playwright-python"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=lacking)
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
@@ -49,6 +54,17 @@ def site(tmp_path_factory, run_files):
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_a_page_as_a_reader_meets_it(browser, site, name, colours, size):
+    meet(browser, site / f"{name}.html", colours, size)
+
+
+@pytest.mark.parametrize("colours, size", [("light", PHONE), ("dark", DESK)], ids=["light phone", "dark desk"])
+@pytest.mark.parametrize("page", COMMITTED, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_a_committed_page_as_a_reader_meets_it(browser, page, colours, size):
+    meet(browser, page, colours, size)
+
+
+def meet(browser, path: Path, colours: str, size: dict) -> None:
+    """Open a page with everything unfolded: nothing is asked or said, its figures are there, axe finds nothing."""
     from axe_playwright_python.sync_playwright import Axe
 
     context = browser.new_context(viewport=size, color_scheme=colours, bypass_csp=True)  # axe is a script
@@ -56,11 +72,17 @@ def test_a_page_as_a_reader_meets_it(browser, site, name, colours, size):
     asked, said = [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("console", lambda message: said.append(message.text))
-    address = (site / f"{name}.html").as_uri()
+    address = path.as_uri()
     page.goto(address)
+    page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
     assert [url for url in asked if not url.startswith("data:")] == [address]
     assert said == []
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    drawn = page.evaluate("[...document.images].map(image => [image.naturalWidth, image.width, image.height])")
+    assert all(own >= 800 and width >= 300 and height >= 100 for own, width, height in drawn), drawn
+    shot = Image.open(io.BytesIO(page.screenshot()))
+    assert (shot.convert("L").getpixel((2, 2)) < 128) == (colours == "dark")
+    assert len(shot.convert("RGB").getcolors(1 << 24)) > 50  # letters, not a blank page
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     context.close()

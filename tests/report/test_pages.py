@@ -149,10 +149,10 @@ def test_the_verdicts_are_a_matrix_of_words_and_colours(site, notebook):
         assert len(shown) == len(cells)
         for cell, (colour, words) in zip(cells, shown):
             words = " ".join(re.sub(r"<[^>]+>", " ", words).split())
-            assert (colour, words) == (("none", "not measured") if cell is None else (cell.verdict.lower(), " ".join(
-                [cell.speedup, cell.verdict, cell.ends, cell.spread, *([f"{cell.lost} SLOWER"] if cell.lost else [])]
+            assert (colour, words) == (("none", "not measured") if cell is None else (cell.colour, " ".join(
+                [cell.speedup, cell.verdict, *([f"but {cell.lost}"] if cell.lost else []), cell.ends, cell.spread]
             )))  # fmt: skip
-    assert {"faster", "slower", "same", "none"} <= set(re.findall(r'<td class="(\w+)">', text))
+    assert {"faster", "slower", "mixed", "none"} <= set(re.findall(r'<td class="(\w+)">', text))
 
 
 def test_the_figures_that_matter_are_small_and_described(
@@ -189,7 +189,7 @@ def test_the_readme_speaks_for_the_record(site):
     text, run = pages.readme(), answers.load(site[1][1])
     assert text.startswith(f"### {front.title(run)}") and answers.answer(run) in text and front.reserve(None) in text
     assert front.compact(run).markdown() in text and len(text) < 6000
-    assert re.search(r"!\[.+\]\(reports/h200/latency\.png\)", text) and "(reports/h200/index.html)" in text
+    assert re.search(r"!\[.+\]\(reports/h200/latency\.png\)", text) and "(reports/h200/03_compare.ipynb)" in text
     paths.RECORDED.joinpath("h200", "2026-11-30_full_0123abc.parquet").unlink()
     assert pages.readme().startswith("No run is recorded yet")
 
