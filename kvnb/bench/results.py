@@ -150,6 +150,11 @@ def _from_version_1(table: pa.Table) -> pa.Table:
     return table.add_column(place, SCHEMA.field(place), pa.repeat("scattered", len(table)))
 
 
+def first(path: str | Path) -> dict:
+    """run_id, utc, grid and the machine of a run file, from its first row. Raises RunFileError for another file."""
+    return _table_in(Path(path), ["run_id", "utc", "grid", *MACHINE_FIELDS]).slice(0, 1).to_pylist()[0]
+
+
 def load(*paths: str | Path):
     """Samples of one or more run files of one machine as a DataFrame: one row per sample, the columns of SCHEMA.
 

@@ -37,7 +37,7 @@ def bind_kvnb(inputs: Inputs) -> Step:
 
 
 def bind_dependent(inputs: Inputs) -> Step:
-    """Our kernel with programmatic dependent launch (sm_90 and later)"""
+    """Our kernel, launched dependently: it starts while the one before ends, if that one allows it (sm_90 and later)"""
     return _bind_op(inputs, "copy_dependent")
 
 

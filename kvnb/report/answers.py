@@ -256,8 +256,10 @@ def certainty(run: Run) -> str:
         hidden = f"A noise floor of {margin:,.0%} hides smaller differences."
         told += f" {hidden if margin > stats.WIDEST_SAME else f'A difference below {margin:.1%} counts as none.'}"
     cells = run.every_cell[run.every_cell["family"].isin([*GROUPS[BEST], "peer"])]
-    absent = sorted(set(cells["copy"]) - set(cells.loc[cells["status"] == "ok", "copy"]))
-    return told + (f" Without a time in this run: {', '.join(absent)}." if absent else "")
+    timed = cells[cells["status"] == "ok"]
+    absent = sorted(set(cells.loc[cells["status"] != "unsupported", "copy"]) - set(timed["copy"]))
+    told += f" Without a time in this run: {', '.join(absent)}." * bool(absent)
+    return told + " No compiled copy was timed." * ("compile" not in set(timed["family"]))
 
 
 def the(copy: str) -> str:

@@ -71,6 +71,8 @@ class Side:
         self.name = here.relative_to(paths.ROOT).as_posix() if here.is_relative_to(paths.ROOT) else path.name
         self.launches = self.samples.drop_duplicates(CELL).set_index(CELL)["launches"]
         self.copies = self.samples[["copy", "copy_version"]].drop_duplicates().set_index("copy")["copy_version"]
+        if len(twice := self.copies.index[self.copies.index.duplicated()]):
+            raise ValueError(f"{path} holds two versions of {twice[0]}: it was resumed after an edit; measure it anew")
 
     def facts(self) -> pd.Series:
         """What is said of a run: file, grid, machine, commit, and the clock with the spread that a median hides."""
@@ -303,7 +305,7 @@ def find(a: str | None = None, b: str | None = None, files: Iterable[Path] | Non
     files = [*(itertools.chain(paths.LOCAL.glob("*.parquet"), *recorded) if files is None else files)]
     if not files:
         raise ValueError("no run in data/local or data/recorded: `make measure` measures one")
-    runs = pd.DataFrame([results.load(path).iloc[0] for path in files]).assign(path=files)
+    runs = pd.DataFrame([results.first(path) for path in files]).assign(path=files)
     runs = runs.drop_duplicates("run_id").sort_values("utc")
     alike = runs.groupby(["grid", runs["gpu"].where(runs["gpu"] != "", runs["cpu"])])["path"]
     several = runs[alike.transform("size") > 1]

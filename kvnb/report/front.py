@@ -220,7 +220,8 @@ def commands(run: Run, path: Path) -> list[tuple[str, str]]:
     fetch = [(f".venv/bin/kvnb releases {versions}", "fetches vLLM's kernels")] if versions else []
     if not path.is_relative_to(paths.RECORDED):
         return [*fetch, (f"make report GRID={grid}", "measures, and draws this page")]
-    checkout = [] if commit.startswith("tree-") else [(f"git checkout {commit[:7]}", "the code that measured:")]
+    code = "the code that measured, but for changes of its own:" if run.first["dirty"] else "the code that measured:"
+    checkout = [] if commit.startswith("tree-") else [(f"git checkout {commit[:7]}", code)]
     draw = (f"make render GPU={path.parent.name}", "draws this page from the run file, without a GPU")
     return [draw, *checkout, *fetch, (f"make record GRID={grid}", f"measures anew, on {run.machine}")]
 
@@ -254,15 +255,17 @@ def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     """Both questions with their answers, in Markdown."""
     several = len({run.machine for run in (*runs, *padded)}) > 1
     of = (lambda run: f"{run.machine}, grid {run.first['grid']}: " if run else "") if several else lambda run: ""
-    both = [f"**{ASKED}**", *(f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs)]
+    both = [f"**{ASKED}**"] * bool(runs or not padded)
+    both += [f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs]
     return "\n\n".join([*both, f"**{null_block.ASKED}**", *(of(run) + reserve(run) for run in padded or [None])])
 
 
 def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     """To paste into a GitHub issue: the answers, a table of verdicts per run, and what they rest on."""
-    lines = [f"# {' and '.join(map(title, runs)) or 'No run to report'}", told(runs, padded)]
+    lines = [f"# {' and '.join(map(title, runs or padded)) or 'No run to report'}", told(runs, padded)]
     for run in runs:
         lines += [f"## {title(run)}"] * (len(runs) > 1) + [table.markdown() for table in matrices(run)]
         about = run.first
         lines.append(f"{run.about}; grid {about['grid']}, run {about['run_id']}, kvnb {about['kvnb_commit'][:12]}.")
-    return "\n\n".join([*lines, answers.note(runs)]) + "\n"
+    lines += [f"{run.about}; grid {run.first['grid']}, run {run.first['run_id']}." for run in padded]
+    return "\n\n".join([*lines, *([answers.note(runs)] if runs else [])]) + "\n"

@@ -294,7 +294,7 @@ def test_a_cpu_run_is_answered_and_says_what_it_lacks(cpu):
 def test_a_run_drowned_in_noise_says_so(cpu):
     noise = 1 + 0.5 * np.sin(np.arange(len(cpu.samples)) * (1 + (cpu.samples["copy"] == "kvnb.again")))
     run = answers.Run(cpu.samples.assign(seconds=cpu.samples["seconds"] * noise))
-    assert re.search(r" A noise floor of \d+% hides smaller differences\.$", answers.headline(run))
+    assert re.search(r" A noise floor of \d+% hides smaller differences\.", answers.headline(run))
     told = [answers.headline(run), *answers.sentences(run), answers.verdict_table(run).to_string()]
     assert "SAME" not in "".join(told)
 
@@ -308,8 +308,10 @@ def test_too_few_workers_are_said(cpu):
 def test_copies_without_any_time_are_named(gpu):
     lost = gpu.samples["copy"] == "torch.compile"
     run = answers.Run(gpu.samples.assign(status=gpu.samples["status"].mask(lost, "error")))
-    assert answers.certainty(run).endswith(" Without a time in this run: torch.compile.")
-    assert "Without" not in answers.certainty(gpu)
+    assert answers.certainty(run).endswith(" Without a time in this run: torch.compile. No compiled copy was timed.")
+    told = answers.certainty(answers.Run(gpu.samples[~lost].reset_index(drop=True)))
+    assert told.endswith(" No compiled copy was timed.") and "Without" not in told
+    assert "Without" not in answers.certainty(gpu) and "compiled" not in answers.certainty(gpu)
 
 
 @pytest.mark.parametrize("kept", [["kvnb"], ["torch.index_put"], ["kvnb", "torch.index_copy"], ["limit.launch"]])

@@ -317,3 +317,9 @@ def test_comparing_loads_neither_torch_nor_what_draws():
     heavy = ("torch", "matplotlib", "seaborn", "scipy", "papermill", "nbconvert")
     code = f"import sys, kvnb.report.compare; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_run_of_two_versions_of_a_copy_is_refused(against, first):
+    edited = first.assign(copy_version=first["copy_version"].where(first["num_tokens"] > 1, "1"))
+    with pytest.raises(ValueError, match="holds two versions of kvnb: it was resumed after an edit; measure it anew"):
+        against(rerun(edited), edited)

@@ -127,3 +127,14 @@ def test_the_summary_is_for_an_issue(gpu, padded):
     tables = re.findall(r"(?:^\|.+\n)+", text, re.MULTILINE)
     assert [table.rstrip("\n") for table in tables] == [table.markdown() for table in front.matrices(gpu)]
     assert "](" not in text, "a relative link leads nowhere in an issue"
+
+
+@pytest.mark.parametrize("commit, dirty, told", [
+    ("0123abcdef", False, ("git checkout 0123abc", "the code that measured:")),
+    ("0123abcdef", True, ("git checkout 0123abc", "the code that measured, but for changes of its own:")),
+    ("tree-0123", False, None),
+])  # fmt: skip
+def test_a_record_names_the_code_that_measured_it(gpu, commit, dirty, told):
+    run = answers.Run(gpu.samples.assign(kvnb_commit=commit, dirty=dirty))
+    said = front.commands(run, paths.RECORDED / "h200" / "x.parquet")
+    assert [pair for pair in said if pair[0].startswith("git")] == ([told] if told else [])
