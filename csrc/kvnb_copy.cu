@@ -59,8 +59,9 @@ using kvnb::Divisor;
 using kvnb::Problem;
 using kvnb::Rows;
 
-constexpr int kThreads = 256;      // of a block where a thread has one pair,
-constexpr int kFourThreads = 128;  // and where it has four
+constexpr int kThreads = 256;
+template <int kPairs>
+constexpr int kBlock = kPairs == 1 ? kThreads : 128;  // threads of a block whose threads have so many pairs
 constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
 // Loads are asm volatile so that none moves above griddepcontrol.wait. Stores are predicated rather than branched around:
@@ -163,11 +164,11 @@ __device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast
 // The next kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel,
 // or any before it, reads or writes.
 template <typename Slot, int kPairs, bool kPowerOfTwo, bool kDependent>
-__global__ void __launch_bounds__(kPairs == 1 ? kThreads : kFourThreads, kPairs == 1 ? 1 : 8)
+__global__ void __launch_bounds__(kBlock<kPairs>, kPairs == 1 ? 1 : 8)
     fast_kernel(const __grid_constant__ FastPlan plan) {
   if constexpr (kDependent) let_next_kernel_launch();
   if constexpr (kDependent) wait_for_producer();
-  const uint32_t mine = blockIdx.x * (kPairs == 1 ? kThreads : kFourThreads) + threadIdx.x;
+  const uint32_t mine = blockIdx.x * kBlock<kPairs> + threadIdx.x;
   const uint32_t thread = min(mine, plan.num_threads - 1);
   const uint32_t apart = plan.threads_per_token.divisor;
   const uint32_t token = kPowerOfTwo ? thread >> plan.threads_per_token.shift : plan.threads_per_token.quotient(thread);
@@ -306,7 +307,7 @@ bool four_pairs_each(int64_t num_pairs, uint32_t pairs_per_token, bool dependent
 template <typename Slot, int kPairs, bool kPowerOfTwo>
 cudaError_t launch_fast(const FastPlan& plan, bool dependent, cudaStream_t stream) {
   return launch(dependent ? fast_kernel<Slot, kPairs, kPowerOfTwo, true> : fast_kernel<Slot, kPairs, kPowerOfTwo, false>,
-                plan, plan.num_threads, kPairs == 1 ? kThreads : kFourThreads, dependent, stream);
+                plan, plan.num_threads, kBlock<kPairs>, dependent, stream);
 }
 
 template <typename Slot>

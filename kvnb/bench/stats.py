@@ -9,6 +9,7 @@ when workers do not differ, in 84 % when workers spread as much as rounds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +24,7 @@ WIDEST_SAME = 0.10  # where the margin is wider, nothing is called SAME: the noi
 LIMIT_BYTES = 32_000_000  # percent of limit.copy is quoted from here on
 LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict below this many times an empty event pair
 TOGETHER = 64  # groups whose bootstrap is drawn in one go
+VERDICTS = ["FASTER", "SLOWER", "SAME", "UNDECIDED"]
 NOISE = ("kvnb.again", "kvnb")  # one copy measured under two names
 PLACE = [
     "run_id",
@@ -37,7 +39,7 @@ CELL = [*PLACE, "copy", "family", "policy"]
 
 
 @lru_cache(maxsize=64)
-def draws(rounds: tuple[int, ...]) -> np.ndarray:
+def _draws(rounds: tuple[int, ...]) -> np.ndarray:
     """Bootstrap draws `[RESAMPLES, workers * most rounds]`: positions in the workers' rounds, end to end."""
     rng = np.random.default_rng(SEED)
     counts, starts = np.array(rounds), np.cumsum([0, *rounds[:-1]])
@@ -47,10 +49,13 @@ def draws(rounds: tuple[int, ...]) -> np.ndarray:
     return picked.reshape(RESAMPLES, -1)
 
 
-def intervals(rounds: pd.DataFrame, keys: list[str], value: str) -> pd.DataFrame:
-    """Median of column `value` and its 95 % interval for every group of `keys`: keys, median, low, high.
+def resampled(
+    rounds: pd.DataFrame, keys: list[str], value: str
+) -> tuple[pd.DataFrame, Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """The groups of `keys`, in the order in which they first appear, and the bootstrap of column `value`, some groups
+    at a time: their positions `[some]`, their medians `[some]`, and medians of draws of them `[some, RESAMPLES]`.
 
-    `rounds` has a row per worker and round of each group; groups keep the order in which they first appear.
+    `rounds` has a row per worker and round of each group.
     """
     group = rounds.groupby(keys, sort=False, observed=True).ngroup().to_numpy()
     order = np.lexsort((rounds["round"], rounds["worker"], group))
@@ -58,16 +63,25 @@ def intervals(rounds: pd.DataFrame, keys: list[str], value: str) -> pd.DataFrame
     first = np.flatnonzero(np.diff(group, prepend=-1))
     turns = np.flatnonzero((np.diff(group, prepend=-1) != 0) | (np.diff(worker, prepend=-1) != 0))
     sizes = np.split(np.diff(turns, append=len(values)), np.searchsorted(turns, first)[1:])
-    table = np.empty((len(first), 3))
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, rounds_of_workers in zip(range(len(first)), sizes):
         alike.setdefault(tuple(rounds_of_workers.tolist()), []).append(number)
-    for shape, numbers in alike.items():
-        for some in np.array_split(numbers, -(-len(numbers) // TOGETHER)):
-            matrix = values[first[some][:, None] + np.arange(sum(shape))]
-            medians = np.median(matrix[:, draws(shape)], axis=2)
-            table[some] = np.column_stack([np.median(matrix, axis=1), *np.percentile(medians, [2.5, 97.5], axis=1)])
-    named = rounds[keys].iloc[order[first]].reset_index(drop=True)
+
+    def bootstrap() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for shape, numbers in alike.items():
+            for some in np.array_split(numbers, -(-len(numbers) // TOGETHER)):
+                matrix = values[first[some][:, None] + np.arange(sum(shape))]
+                yield some, np.median(matrix, axis=1), np.median(matrix[:, _draws(shape)], axis=2)
+
+    return rounds[keys].iloc[order[first]].reset_index(drop=True), bootstrap()
+
+
+def intervals(rounds: pd.DataFrame, keys: list[str], value: str) -> pd.DataFrame:
+    """Median of column `value` and its 95 % interval for every group of `resampled`: keys, median, low, high."""
+    named, bootstrap = resampled(rounds, keys, value)
+    table = np.empty((len(named), 3))
+    for some, medians, drawn in bootstrap:
+        table[some] = np.column_stack([medians, *np.percentile(drawn, [2.5, 97.5], axis=1)])
     return named.assign(median=table[:, 0], low=table[:, 1], high=table[:, 2])
 
 
@@ -161,9 +175,14 @@ def compare(samples: pd.DataFrame | Timed, a: str, b: str) -> pd.DataFrame:
             raise ValueError(f"copy {name!r} is not in this run; it holds {', '.join(sorted(timed.copies))}")
     table = _speedups(timed.rounds, a, b).assign(a=a, b=b)
     table["margin"] = table.join(timed.floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
-    table["verdict"] = [verdict(*row) for row in table[["low", "high", "margin"]].itertuples(index=False)]
-    table["reason"] = [reason_for(*row) for row in table[["verdict", "low", "high", "margin"]].itertuples(index=False)]
-    return _withhold_short_calls(table, timed.rounds)
+    return _withhold_short_calls(judged(table), timed.rounds)
+
+
+def judged(table: pd.DataFrame) -> pd.DataFrame:
+    """Speedups (columns low, high, margin) with verdict and reason."""
+    rows = [*table[["low", "high", "margin"]].itertuples(index=False)]
+    words = [verdict(*row) for row in rows]
+    return table.assign(verdict=words, reason=[reason_for(word, *row) for word, row in zip(words, rows)])
 
 
 def verdict(low: float, high: float, margin: float) -> str:

@@ -30,6 +30,7 @@ from kvnb.report.words import (
     cell_name,
     count,
     duration,
+    hardware,
     interval,
     label,
     line_name,
@@ -71,7 +72,7 @@ def find_runs(runs: str | Iterable[str | Path] = "newest", grid: str = "") -> li
     if runs != "newest":
         return [Path(run) for run in runs]
     local = [] if grid else sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime, reverse=True)
-    local = list(itertools.islice((path for path in local if load(path).first["grid"] != "padding"), 1))
+    local = list(itertools.islice((path for path in local if results.first(path)["grid"] != "padding"), 1))
     if found := [*local, *recorded(*[grid] * bool(grid)).values()]:
         return found
     if grid:
@@ -90,7 +91,8 @@ class Run:
             raise ValueError(f"these samples are of {runs} runs: load the file of one")
         samples = _by_default(samples)
         self.samples, self.first = samples, samples.iloc[0]
-        self.machine = self.first["gpu"] or f"{self.first['cpu']}, {count(self.first['threads'], 'thread')}"
+        self.machine = hardware(self.first)
+        self.title = f"{self.machine}, torch {self.first['torch']}, {self.first['utc'][:10]}"
         self.timer = "graph" if self.first["gpu"] else "wall"
         self.about = f"{self.machine}, torch {self.first['torch']}, timer {self.timer}, state produced"
         self.where = {"part": "write", "padding": 0, "timer": self.timer, "state": "produced"}
@@ -176,11 +178,11 @@ def by_layout(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 # -- sentences
 
 
-def _by_regime(rows: pd.DataFrame) -> str:
-    """`1.20 [1.19, 1.21] FASTER in decode, ...`, or that there is none."""
+def by_regime(rows: pd.DataFrame) -> str:
+    """`1.20 [1.19, 1.21] FASTER in decode, ...`; empty where there are no rows."""
     regimes = [(regime, rows_of(rows, {"regime": regime})) for regime in REGIMES]
     told = [f"{speedup(here, cells=False)} in {regime}" for regime, here in regimes if len(here)]
-    return ", ".join(told) or "not measured"
+    return ", ".join(told)
 
 
 def headline(run: Run) -> str:
@@ -538,7 +540,8 @@ def release_headline(run: Run) -> str:
     oldest, newest = run.releases[0], run.releases[-1]
     steps = rows_of(release_steps(run), {"panel": SAME})
     since = rows_of(run.speedups(newest, oldest), {**USUAL, **EIGHT, "layout": "NHD"})
-    told = [f"the speedup of {newest} over {oldest} for the same 8x128 NHD problem is {_by_regime(since)}"]
+    since = by_regime(since) or "not measured"
+    told = [f"the speedup of {newest} over {oldest} for the same 8x128 NHD problem is {since}"]
     for verdict, word in (("SLOWER", "hurt"), ("FASTER", "helped")):
         rows = steps[steps["verdict"] == verdict].sort_values("speedup", ascending=verdict == "SLOWER", kind="stable")
         if rows.empty:

@@ -19,13 +19,12 @@ import pandas as pd
 from kvnb import paths
 from kvnb.bench import results, stats
 from kvnb.problem.case import CASE_FIELDS, GRIDS, Case, regime_of
-from kvnb.report.answers import REGIMES, rows_of
-from kvnb.report.words import OURS, cell_name, count, duration, interval, label, speedup
+from kvnb.report.answers import REGIMES, by_regime, rows_of
+from kvnb.report.words import OURS, cell_name, count, duration, hardware, interval, label, speedup
 
 TIMED = ["timer", "state"]
 CELL = [*CASE_FIELDS, "part", *TIMED, "copy", "policy"]  # what two cells must share
 LAUNCH, MEMCPY, EVENT = "limit.launch", "limit.copy.memcpy", "limit.event"
-WORDS = ["FASTER", "SLOWER", "SAME", "UNDECIDED"]
 CLOCK = "{1:,.0f} MHz (9 of 10 samples: {0:,.0f} to {2:,.0f})"
 SHORT = f"shorter than {stats.LEAST_EVENT_PAIRS} empty event pairs"
 
@@ -45,15 +44,11 @@ def speedups(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
 
 def _resampled(rounds: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
     """CELL and seconds (the median of a cell's rounds), and medians of draws of them `[cells, stats.RESAMPLES]`."""
-    rounds = rounds.assign(cell=rounds.groupby(CELL, sort=False).ngroup()).sort_values(["cell", "worker", "round"])
-    shapes = rounds.groupby(["cell", "worker"]).size().groupby("cell").agg(tuple)
-    seconds, drawn = np.empty(len(shapes)), np.empty((len(shapes), stats.RESAMPLES))
-    for shape, numbers in shapes.groupby(shapes).groups.items():
-        values = rounds.loc[rounds["cell"].isin(numbers), "seconds"].to_numpy().reshape(len(numbers), -1)
-        seconds[numbers] = np.median(values, axis=1)
-        for some in np.array_split(np.arange(len(numbers)), -(-len(numbers) // stats.TOGETHER)):
-            drawn[numbers[some]] = np.median(values[some][:, stats.draws(shape)], axis=2)
-    return rounds.drop_duplicates("cell")[CELL].assign(seconds=seconds).reset_index(drop=True), drawn
+    cells, bootstrap = stats.resampled(rounds, CELL, "seconds")
+    seconds, drawn = np.empty(len(cells)), np.empty((len(cells), stats.RESAMPLES))
+    for some, medians, draws in bootstrap:
+        seconds[some], drawn[some] = medians, draws
+    return cells.assign(seconds=seconds), drawn
 
 
 class Side:
@@ -66,7 +61,7 @@ class Side:
         if (runs := self.samples["run_id"].nunique()) != 1:
             raise ValueError(f"{path} holds {runs} runs: give the file of one")
         self.first, self.rounds = self.samples.iloc[0].fillna(""), stats.by_round(self.samples)
-        self.hardware = self.first["gpu"] or f"{self.first['cpu']}, {count(self.first['threads'], 'thread')}"
+        self.hardware = hardware(self.first)
         here = path.resolve()
         self.name = here.relative_to(paths.ROOT).as_posix() if here.is_relative_to(paths.ROOT) else path.name
         self.launches = self.samples.drop_duplicates(CELL).set_index(CELL)["launches"]
@@ -167,9 +162,7 @@ class Comparison:
         gap = table.join(self._gaps(), on=[*CASE_FIELDS, *TIMED]).join(self.a.launches, on=CELL)
         share = gap["gap"] * gap["launches"] / least * self.agree()
         margin = np.fmax(table.join(floors, on=TIMED)["floor"], share).fillna(0).clip(lower=stats.LEAST_MARGIN)
-        words = [stats.verdict(*row) for row in zip(table["low"], table["high"], margin)]
-        told = [stats.reason_for(*row) for row in zip(words, table["low"], table["high"], margin)]
-        table = table.assign(margin=margin, verdict=words, reason=told)
+        table = stats.judged(table.assign(margin=margin))
         pair = table.loc[table["copy"] == EVENT, ["seconds_a", "seconds_b"]].median().max()
         short = (table["timer"] == "call") & ~(least >= stats.LEAST_EVENT_PAIRS * pair)
         table.loc[short, ["verdict", "reason"]] = ["UNDECIDED", SHORT]
@@ -185,12 +178,11 @@ class Comparison:
         what = self.differences()["what"].str.replace(r"sources of .*", "sources of copies", regex=True)
         differ = ", ".join(what[~what.isin(["file", "begun", "SM clock"])].unique())
         rows = rows_of(self.cells, self.where)
-        counts = ", ".join(f"{word} in {(rows['verdict'] == word).sum():,}" for word in WORDS)
-        ours = {regime: rows_of(rows, {"copy": OURS, "regime": regime}) for regime in REGIMES}
-        told = ", ".join(f"{speedup(here, cells=False)} in {regime}" for regime, here in ours.items() if len(here))
+        counts = ", ".join(f"{word} in {(rows['verdict'] == word).sum():,}" for word in stats.VERDICTS)
         timed = f"{count(len(rows), 'cell')} timed in both ({self.named})"
         files = f"A is {self.a.name}, B is {self.b.name}; they differ in {differ or 'when they ran'}"
-        return f"{files}. Of {timed}, B is {counts}. {OURS}: {told or 'not in both'}."
+        ours = by_regime(rows_of(rows, {"copy": OURS})) or "not in both"
+        return f"{files}. Of {timed}, B is {counts}. {OURS}: {ours}."
 
     def caution(self) -> str:
         """What the margins know of the noise between the runs, and what they do not."""
@@ -214,8 +206,8 @@ class Comparison:
         rows, table = rows_of(self.cells, self.where), []
         order = (rows["copy"] != OURS) + rows["copy"].str.startswith("limit.").astype(int)
         for (_, copy, policy), here in rows.groupby([order, rows["copy"], rows["policy"]]):
-            by_regime = {regime: speedup(cells) for regime, cells in here.groupby("regime")}
-            table.append({"copy": label(copy), "policy": policy} | by_regime)
+            told = {regime: speedup(cells) for regime, cells in here.groupby("regime")}
+            table.append({"copy": label(copy), "policy": policy} | told)
         return pd.DataFrame(table, columns=["copy", "policy", *REGIMES]).fillna("not in both")
 
     def extremes(self, n: int = 5) -> pd.DataFrame:
@@ -232,7 +224,7 @@ class Comparison:
         """Per timer, state and part: how many cells have each verdict, their median margin, and `margins`."""
         cells, margins = self.cells.groupby([*TIMED, "part"]), self.margins.map("{:.1%}".format)
         margins["launch"] = self.margins["launch"].map(duration)
-        table = cells["verdict"].value_counts().unstack(fill_value=0).reindex(columns=WORDS, fill_value=0)
+        table = cells["verdict"].value_counts().unstack(fill_value=0).reindex(columns=stats.VERDICTS, fill_value=0)
         table["median margin"] = cells["margin"].median().map("{:.1%}".format)
         table = table.reset_index().join(margins, on=TIMED).replace("nan.*", "", regex=True)
         table.insert(0, "cells", table.pop("timer") + " " + table.pop("state") + " " + table.pop("part"))

@@ -6,8 +6,6 @@ and say how they read. Selects choose the place (FIELDS), what is shown, the bas
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -16,25 +14,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from kvnb import paths
 from kvnb.bench import results, stats
 from kvnb.copies.base import FAMILIES
-from kvnb.report import answers, null_block, plots
+from kvnb.report import answers, files, null_block, plots
 from kvnb.report.answers import label
 
 if TYPE_CHECKING:
     from altair import Chart, LayerChart
 
-TEMPLATES = Path(__file__).parent / "templates" / "kvnb"
 NEEDS = {"altair": "altair", "vl_convert": "vl-convert-python"}  # module: package
 FIELDS = ["shape", "layout", "dtype", "timer", "state"]
 SHOWN = ["latency", "bandwidth", "speedup"]
 BASELINES = (answers.ISSUE, null_block.WIDE, "torch.compile", answers.OURS, "limit.copy")  # after what vLLM ships
-VERDICTS = ["FASTER", "SLOWER", "SAME", "UNDECIDED"]
 CROSS = "M-.7-1L0-.3L.7-1L1-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0L-1-.7Z"
 SHAPES = dict(zip(plots.MARKERS, ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", CROSS)))
 # Vega expressions: the title, in lines that a phone holds; what follows from the choices; what a drawn row holds
@@ -81,9 +75,9 @@ def chart(samples: pd.DataFrame | answers.Run) -> LayerChart:
     table["place"], places = pd.factorize(table[FIELDS].agg("|".join, axis=1))
     copies = sorted({*zip(table["copy"], table["family"])}, key=lambda copy: (FAMILIES.index(copy[1]), copy[0]))
     known = table.groupby("shape", sort=False)[FIELDS[1:]].agg(lambda held: " or ".join(held.unique()))
-    signals = {"bar": "|", "places": list(places), "baselines": list(map(label, baselines)), "verdicts": VERDICTS}
+    signals = {"bar": "|", "places": list(places), "baselines": list(map(label, baselines)), "verdicts": stats.VERDICTS}
     signals |= {"shapes": list(known.index), "known": [", ".join(held) for held in known.to_numpy()]}
-    signals |= {"machine": f"{run.machine}, torch {run.first['torch']}, {run.first['utc'][:10]}"}
+    signals |= {"machine": run.title}
     start = (table if (head := run.cells(**run.line)).empty else head).iloc[0].to_dict()  # the report's headline
     start |= {"shape": _shape(start)}
     selects = {name: (start[name], list(table[name].unique()), name) for name in FIELDS}
@@ -128,7 +122,7 @@ def medians(run: answers.Run) -> tuple[pd.DataFrame, list[str]]:
     """A row per timed cell of part `write`, and the baselines.
 
     Columns: FIELDS, copy, family, num_tokens, us, low, high (us), gbps; per baseline k the speedup over it ratio<k>,
-    its interval from<k> to to<k>, and verdict<k>, a place in VERDICTS. Raises ValueError where nothing was timed.
+    its interval from<k> to to<k>, and verdict<k>, a place in stats.VERDICTS. Raises ValueError where nothing was timed.
     """
     table = answers.rows_of(run.every_cell, {"status": "ok", "part": "write"})
     table = table[~table["copy"].str.match(rf"{stats.NOISE[0]}\b|limit\.event")]
@@ -142,7 +136,7 @@ def medians(run: answers.Run) -> tuple[pd.DataFrame, list[str]]:
         columns = {"a": "copy", "speedup": f"ratio{k}", "low": f"from{k}", "high": f"to{k}", "verdict": f"verdict{k}"}
         rows = pd.concat([stats.compare(timed, copy, baseline)[[*stats.PLACE, *columns]] for copy in held])
         table = table.merge(rows.rename(columns=columns), on=[*stats.PLACE, "copy"], how="left")
-        table[f"verdict{k}"] = table[f"verdict{k}"].map(VERDICTS.index, na_action="ignore")
+        table[f"verdict{k}"] = table[f"verdict{k}"].map(stats.VERDICTS.index, na_action="ignore")
     return table, baselines
 
 
@@ -210,10 +204,5 @@ def page(run: answers.Run | str | Path, target: Path, links: Iterable[tuple[str,
     del spec["$schema"]  # names an older Vega than the one that comes with it
     values = {"spec": Markup(json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c")), "links": list(links)}
     values["vega"] = Markup(vl_convert.javascript_bundle(vl_version=version))
-    values |= {"run": run, "here": target.name, "bytes": plots.BYTES, "grey": plots.COLOURS["limit"]}
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    files = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, autoescape=True)
-    files.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    with paths.whole(target) as partial:
-        partial.write_text(files.get_template("explore.html.j2").render(values), encoding="utf-8")
-    return target
+    values |= {"run": run, "bytes": plots.BYTES, "grey": plots.COLOURS["limit"]}
+    return files.write(target, "explore.html.j2", **values)

@@ -45,11 +45,6 @@ PAGES = {  # what a notebook's page holds
 }
 
 
-def title(run: Run) -> str:
-    """GPU, torch and date."""
-    return f"{run.machine}, torch {run.first['torch']}, {run.first['utc'][:10]}"
-
-
 # -- TODO 1
 
 
@@ -262,9 +257,9 @@ def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
 
 def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     """To paste into a GitHub issue: the answers, a table of verdicts per run, and what they rest on."""
-    lines = [f"# {' and '.join(map(title, runs or padded)) or 'No run to report'}", told(runs, padded)]
+    lines = [f"# {' and '.join(run.title for run in runs or padded) or 'No run to report'}", told(runs, padded)]
     for run in runs:
-        lines += [f"## {title(run)}"] * (len(runs) > 1) + [table.markdown() for table in matrices(run)]
+        lines += [f"## {run.title}"] * (len(runs) > 1) + [table.markdown() for table in matrices(run)]
         about = run.first
         lines.append(f"{run.about}; grid {about['grid']}, run {about['run_id']}, kvnb {about['kvnb_commit'][:12]}.")
     lines += [f"{run.about}; grid {run.first['grid']}, run {run.first['run_id']}." for run in padded]

@@ -9,16 +9,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-import jinja2
 import mistune
 import nbformat
 from nbconvert import HTMLExporter
 
 from kvnb import paths
-from kvnb.report import answers, explore, front, null_block, plots
+from kvnb.report import answers, explore, files, front, null_block, plots
 from kvnb.report.execute import ANSI, Outcome
 
-TEMPLATES = Path(__file__).parent / "templates"
 FILTERS = {
     "prose": mistune.create_markdown(escape=True),
     "plain": lambda text: escape(ANSI.sub("", text)),
@@ -28,13 +26,13 @@ FILTERS = {
 
 def page(outcome: Outcome, links: Iterable[tuple[str, str]]) -> Path:
     """Write `<name>.html` beside an executed notebook. `links`: (text, file) of the report's pages."""
-    exporter = HTMLExporter(template_name="kvnb", extra_template_basedirs=[str(TEMPLATES)], filters=FILTERS)
+    exporter = HTMLExporter(template_name="kvnb", extra_template_basedirs=[str(files.TEMPLATES)], filters=FILTERS)
     notebook = nbformat.read(outcome.path, as_version=4)
     body, _ = exporter.from_notebook_node(notebook)
     heading = re.search(r"^# +(.+)$", notebook.cells[0].source, re.MULTILINE)
     title = re.sub(r"[*_`]", "", heading[1]) if heading else outcome.name
     here = outcome.path.with_name(f"{outcome.name}.html")
-    return _write(here, "notebook.html.j2", title=title, body=body, links=links)
+    return files.write(here, "notebook.html.j2", title=title, body=body, links=links)
 
 
 def report(
@@ -53,7 +51,7 @@ def report(
         page(outcome, links)
     (folder / "explore.html").unlink(missing_ok=True)  # an earlier report's
     if explorable:
-        explore.page(runs[0], folder / "explore.html", links)
+        explore.page(answers.load(runs[0]), folder / "explore.html", links)
     else:
         print(f"kvnb: no explore.html: {lacking}", file=sys.stderr)
     answered = [(answers.load(path), path, *_links(path, folder)) for path in runs]
@@ -66,7 +64,8 @@ def report(
     values["pictures"] = front.pictures(answered[0][0], releases, padded) if answered else []
     with paths.whole(folder / "summary.md") as partial:
         partial.write_text(front.summary([answers.load(path) for path in runs], padded), encoding="utf-8")
-    return _write(folder / "index.html", "report.html.j2", links=links, answered=answered, releases=releases, **values)
+    values |= {"links": links, "answered": answered, "releases": releases}
+    return files.write(folder / "index.html", "report.html.j2", **values)
 
 
 def _links(path: Path, folder: Path) -> tuple[str, str]:
@@ -74,14 +73,6 @@ def _links(path: Path, folder: Path) -> tuple[str, str]:
     home = paths.REPORTS / path.parent.name / "index.html"
     home = home if path.is_relative_to(paths.RECORDED) and home.parent != folder and home.is_file() else None
     return tuple(Path(os.path.relpath(target, folder)).as_posix() if target else "" for target in (path, home))
-
-
-def _write(path: Path, template: str, **values: object) -> Path:
-    loader = jinja2.FileSystemLoader(TEMPLATES / "kvnb")
-    files = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    with paths.whole(path) as partial:
-        partial.write_text(files.get_template(template).render(values, here=path.name), encoding="utf-8")
-    return path
 
 
 def figure(folder: Path, run: Path) -> None:
@@ -95,7 +86,7 @@ def readme() -> str:
     for gpu, path in answers.recorded().items():
         run, padded = answers.load(path), answers.recorded(null_block.GRID).get(gpu)
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
-        told += [f"### {front.title(run)}", front.told([run], [null_block.load(padded)] if padded else [])]
+        told += [f"### {run.title}", front.told([run], [null_block.load(padded)] if padded else [])]
         told += [front.compact(run).markdown(), f"![{alt}](reports/{gpu}/latency.png)"]
         notebook = f"reports/{gpu}/03_compare.ipynb"
         told.append(f"Every copy, figure and number: [{notebook}]({notebook}), or, as pages, reports/{gpu}/index.html.")

@@ -51,6 +51,11 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def hardware(first: dict | pd.Series) -> str:
+    """GPU, or CPU with its threads, of a run's row."""
+    return first["gpu"] or f"{first['cpu']}, {count(first['threads'], 'thread')}"
+
+
 def interval(row: dict | pd.Series) -> str:
     return f"{times(row['speedup'])} [{times(row['low'])}, {times(row['high'])}]"
 

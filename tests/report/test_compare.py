@@ -172,7 +172,7 @@ def test_headline_counts_are_of_the_cells(against, first):
     compared = against(rerun(first, {"triton": 0.5}))
     cells = of(compared.cells, "triton")
     assert f"FASTER in {len(cells)}, SLOWER in 0" in compared.headline()
-    counted = compared.counts().set_index("cells").loc["graph produced write", compare.WORDS]
+    counted = compared.counts().set_index("cells").loc["graph produced write", stats.VERDICTS]
     assert counted.sum() == len(compared.cells.query("timer == 'graph' and part == 'write'"))
     assert counted["FASTER"] == len(cells)
 

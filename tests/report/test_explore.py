@@ -56,7 +56,7 @@ def test_speedups_are_those_of_stats(gpu, spec):
     got = answers.rows_of(rows, key).set_index("num_tokens").loc[want["num_tokens"]]
     columns = [f"{name}{k}" for name in ("ratio", "from", "to")]
     np.testing.assert_allclose(got[columns], want[["speedup", "low", "high"]], rtol=1e-3)
-    assert [explore.VERDICTS[int(place)] for place in got[f"verdict{k}"]] == list(want["verdict"])
+    assert [stats.VERDICTS[int(place)] for place in got[f"verdict{k}"]] == list(want["verdict"])
 
 
 def test_choices_begin_with_the_headline_and_vllms_kernel(gpu, spec):

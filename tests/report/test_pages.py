@@ -104,7 +104,7 @@ def test_the_index_answers_for_every_run(site, notebook):
     is_safe(page)
     flat = " ".join(page.text.split())
     for run in map(answers.load, runs):
-        told = (answers.answer(run), answers.certainty(run), *answers.sentences(run), front.title(run))
+        told = (answers.answer(run), answers.certainty(run), *answers.sentences(run), run.title)
         assert all(sentence in flat for sentence in told)
     assert all(text in flat for text in (front.reserve(None), *front.method(answers.load(runs[0])), *front.LIMITS))
     for figure in ("limit", "eager", "step"):
@@ -187,7 +187,7 @@ def test_a_report_without_any_run_says_so(site, notebook):
 
 def test_the_readme_speaks_for_the_record(site):
     text, run = pages.readme(), answers.load(site[1][1])
-    assert text.startswith(f"### {front.title(run)}") and answers.answer(run) in text and front.reserve(None) in text
+    assert text.startswith(f"### {run.title}") and answers.answer(run) in text and front.reserve(None) in text
     assert front.compact(run).markdown() in text and len(text) < 6000
     assert re.search(r"!\[.+\]\(reports/h200/latency\.png\)", text) and "(reports/h200/03_compare.ipynb)" in text
     paths.RECORDED.joinpath("h200", "2026-11-30_full_0123abc.parquet").unlink()
