@@ -7,16 +7,18 @@
 //
 // What varies:
 //   fast_kernel      16-byte vectors, source heads in a row, K and V heads of one size, fewer than 2^31 slots
-//                    one pair per thread; four where the copy is more than the GPU holds threads and less than its L2
+//                    one pair per thread; four where the copy is more than the GPU holds threads and L2 holds it easily
+//   compact_kernel   of these, one pair per thread, rows, heads and blocks of powers of two, K and V with equal strides
 //   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
 //
 // What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
-// stores, so the fast kernel is arranged around the instructions before its loads: no branch, shifts where a row is a
-// power of two, and every parameter that the loads need in one 64-byte line of constants. (ptxas still hoists a few
-// constants of the next line above the loads; see the last road but one.) And that latency should be L2's: the slots are
-// read again by every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
+// stores, so the tuned kernels are arranged around the instructions before their loads: no branch, and every parameter that
+// the loads need in one 64-byte line of constants. (In the fast kernel ptxas still hoists a few constants of the next line
+// above the loads; see the last road.) The usual shapes are the compact kernel's: shifts instead of divisions, everything in
+// one line, and no bound where the pairs fill the last block. And that latency should be L2's: the slots are read again by
+// every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
 // said, first the road's, then what is here:
@@ -24,9 +26,15 @@
 //                                             does, and why torch.compile was faster than an earlier state of this file
 //   slots to stay in L2, four pairs a thread  4,096 tokens 7.3 us, 7.1
 //   two pairs of vectors per thread           slower at up to 2,048 tokens and from 8,192; 4,096 tokens 7.9 us, 7.1
-//   four pairs where the copy is larger than  16,384 tokens 36.4 us, 36.3; 32 heads 139 us, 136; 1 head, 65,536 tokens
-//   L2, or a row shorter than 32 vectors      20.8 us, 19.0
-//   blocks of 64, 128 and 512 threads         128: 1,024 tokens launched dependently 2.12 us, 1.91; 32 tokens 1.43, 1.46
+//   four pairs where the copy is larger than  4,608 tokens 10.2 us, 9.9; 16,384 tokens 36.4 us, 36.3; 1 head, 36,864
+//   33 MB, with an L2 of 60                   tokens 10.8 us, 10.4
+//   blocks of 256 threads, launched plainly   with the bound below: 8 tokens 1.16 us, 1.11; 2,048 tokens 3.88 us, 3.84; faster
+//                                             around 128 tokens only, 1.57 us, 1.61
+//   blocks of 128, launched dependently       1,024 tokens 2.08 us, 1.89; equal up to 16 tokens
+//   blocks of 64 and 512 threads              slower or equal
+//   the fast kernel for the compact one's     8 tokens 1.15 us, 1.08; 256 tokens 1.77 us, 1.73; launched dependently 1.17,
+//   shapes, with shifts                       1.13
+//   a bound on pairs that fill the blocks     8 tokens 1.11 us, 1.08; 2,048 tokens 3.84 us, 3.79
 //   K and V in threads of their own           in one grid or K's blocks before V's: slower nearly everywhere, 65,536 tokens
 //                                             142 us and more, 136
 //   ld.global.cg                              2,048 tokens 4.1 us, 3.9; 128 heads x 128, 32 tokens 2.5 us, 2.1
@@ -41,13 +49,13 @@
 //                                             at 2,048 tokens, but nothing keeps it there in every compiler
 //   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4 then; but
 //   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
-//   every parameter in one line of constants  shifts, and V as distances from K: within 2 %, for equal strides only
 //
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>
 
 #include <cstddef>
 #include <initializer_list>
+#include <optional>
 
 #include "capacity.h"
 #include "launch.h"
@@ -59,9 +67,9 @@ using kvnb::Divisor;
 using kvnb::Problem;
 using kvnb::Rows;
 
-constexpr int kThreads = 256;
-template <int kPairs>
-constexpr int kBlock = kPairs == 1 ? kThreads : 128;  // threads of a block whose threads have so many pairs
+constexpr int kThreads = 256;  // of a block of the general kernel; of a tuned one,
+template <int kPairs, bool kDependent>
+constexpr int kBlock = kPairs == 1 && kDependent ? 256 : 128;
 constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
 // Loads are asm volatile so that none moves above griddepcontrol.wait. Stores are predicated rather than branched around:
@@ -159,19 +167,21 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 __device__ __forceinline__ int64_t slot_of(uint64_t stored) { return static_cast<int64_t>(stored); }
 __device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast<int32_t>(stored); }
 
-// The tuned kernel. No branch before the loads: threads past the end load the last pairs again and store nothing. A
-// thread's pairs lie threads_per_token apart in its token's row: neighbours load neighbouring vectors, one slot serves all.
-// The next kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel,
-// or any before it, reads or writes.
-template <typename Slot, int kPairs, bool kPowerOfTwo, bool kDependent>
-__global__ void __launch_bounds__(kBlock<kPairs>, kPairs == 1 ? 1 : 8)
+// The tuned kernels. No branch before the loads: threads past the end load the last pairs again and store nothing. The next
+// kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel, or any
+// before it, reads or writes.
+//
+// Any row of whole vectors. A thread's pairs lie threads_per_token apart in its token's row: neighbours load neighbouring
+// vectors, one slot serves all.
+template <typename Slot, int kPairs, bool kDependent>
+__global__ void __launch_bounds__(kBlock<kPairs, kDependent>, kPairs == 1 ? 1 : 8)
     fast_kernel(const __grid_constant__ FastPlan plan) {
   if constexpr (kDependent) let_next_kernel_launch();
   if constexpr (kDependent) wait_for_producer();
-  const uint32_t mine = blockIdx.x * kBlock<kPairs> + threadIdx.x;
+  const uint32_t mine = blockIdx.x * kBlock<kPairs, kDependent> + threadIdx.x;
   const uint32_t thread = min(mine, plan.num_threads - 1);
   const uint32_t apart = plan.threads_per_token.divisor;
-  const uint32_t token = kPowerOfTwo ? thread >> plan.threads_per_token.shift : plan.threads_per_token.quotient(thread);
+  const uint32_t token = plan.threads_per_token.quotient(thread);
   const uint32_t first = thread - token * apart;
   const Slot* at = static_cast<const Slot*>(plan.slots) + token;
   const Slot stored = kPairs == 1 ? load_to_stay(at) : load(at);
@@ -198,6 +208,50 @@ __global__ void __launch_bounds__(kBlock<kPairs>, kPairs == 1 ? 1 : 8)
     store_if(written, to(plan.key_cache, plan.key), key[i]);
     store_if(written, to(plan.value_cache, plan.value), value[i]);
   }
+}
+
+// Rows, heads and blocks of powers of two, K and V with the same strides: everything is one line of constants.
+struct CompactPlan {
+  const void* slots;
+  const uint4* key_source;
+  uint4* key_cache;
+  int32_t value_source;  // vectors from key_source
+  int32_t value_cache;   // vectors from key_cache
+  uint32_t num_slots;
+  uint32_t block_extra;
+  uint32_t token_stride : 24;  // of the source
+  uint32_t missing : 8;        // threads of the last block that have no pair
+  uint32_t row_shift : 5;      // of the numbers of vectors that a token's row and a head's have,
+  uint32_t head_shift : 5;
+  uint32_t slot_stride_shift : 5;  // and that lie from slot to slot and from head to head in the cache
+  uint32_t head_stride_shift : 5;
+  uint32_t block_shift : 5;
+};
+static_assert(sizeof(CompactPlan) == 64 - 16, "one line, see FastPlan");
+
+template <typename Slot, bool kWholeBlocks, bool kDependent>
+__global__ void __launch_bounds__(kBlock<1, kDependent>) compact_kernel(const __grid_constant__ CompactPlan plan) {
+  if constexpr (kDependent) let_next_kernel_launch();
+  if constexpr (kDependent) wait_for_producer();
+  const uint32_t mine = blockIdx.x * kBlock<1, kDependent> + threadIdx.x;
+  const uint32_t last = gridDim.x * kBlock<1, kDependent> - 1 - plan.missing;
+  const uint32_t pair = kWholeBlocks ? mine : min(mine, last);
+  const uint32_t token = pair >> plan.row_shift;
+  const uint32_t within = pair - (token << plan.row_shift);
+  const Slot stored = load_to_stay(static_cast<const Slot*>(plan.slots) + token);
+  const uint4* from = plan.key_source + (uint64_t{token} * plan.token_stride + within);
+  const uint4 key = load(from);
+  const uint4 value = load(from + plan.value_source);
+
+  const int64_t slot = slot_of(stored);
+  const uint32_t low = static_cast<uint32_t>(slot);  // the whole slot, where it is one
+  const uint32_t head = within >> plan.head_shift;
+  const uint32_t vector = within - (head << plan.head_shift);
+  uint4* to = plan.key_cache + ((uint64_t{low} << plan.slot_stride_shift) + ((head << plan.head_stride_shift) + vector) +
+                                uint64_t{low >> plan.block_shift} * plan.block_extra);
+  const bool written = (kWholeBlocks || mine <= last) && kvnb::is_written(slot, plan.num_slots);
+  store_if(written, to, key);
+  store_if(written, to + plan.value_cache, value);
 }
 
 // Everything else: narrow vectors, heads of the source apart, K and V heads of different sizes, 2^31 slots and more.
@@ -300,26 +354,66 @@ CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
 // neighbouring threads still share a line of 128 bytes.
 bool four_pairs_each(int64_t num_pairs, uint32_t pairs_per_token, bool dependent) {
   const Capacity& gpu = Capacity::of_gpu();
-  return pairs_per_token % 4 == 0 && pairs_per_token >= 4 * 128 / 16 &&
-         num_pairs > (dependent ? gpu.threads / 2 * 3 : gpu.threads) && num_pairs * 64 <= gpu.l2_bytes;
+  return pairs_per_token % 4 == 0 && pairs_per_token >= 16 &&
+         num_pairs > (dependent ? gpu.threads / 2 * 3 : gpu.threads) && num_pairs * 64 <= gpu.l2_bytes / 16 * 9;
 }
 
-template <typename Slot, int kPairs, bool kPowerOfTwo>
-cudaError_t launch_fast(const FastPlan& plan, bool dependent, cudaStream_t stream) {
-  return launch(dependent ? fast_kernel<Slot, kPairs, kPowerOfTwo, true> : fast_kernel<Slot, kPairs, kPowerOfTwo, false>,
-                plan, plan.num_threads, kBlock<kPairs>, dependent, stream);
+template <typename Slot, int kPairs, bool kDependent>
+cudaError_t launch_fast(const FastPlan& plan, cudaStream_t stream) {
+  return launch(fast_kernel<Slot, kPairs, kDependent>, plan, plan.num_threads, kBlock<kPairs, kDependent>, kDependent, stream);
+}
+
+template <typename Slot, bool kDependent>
+cudaError_t launch_compact(CompactPlan plan, uint32_t num_pairs, cudaStream_t stream) {
+  constexpr uint32_t kThreadsEach = kBlock<1, kDependent>;
+  plan.missing = (kThreadsEach - num_pairs % kThreadsEach) % kThreadsEach;
+  return launch(plan.missing == 0 ? compact_kernel<Slot, true, kDependent> : compact_kernel<Slot, false, kDependent>, plan,
+                num_pairs, kThreadsEach, kDependent, stream);
+}
+
+bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
+
+uint32_t log2_of(int64_t power) { return static_cast<uint32_t>(__builtin_ctzll(power)); }
+
+// The plan of a compact launch; nothing where the problem, which the fast kernel can serve, is not one.
+std::optional<CompactPlan> compact(const Problem& problem, const FastPlan& plan) {
+  const Rows& key = problem.key;
+  const int64_t heads_apart = problem.num_heads == 1 ? key.head_bytes : key.head_stride;
+  const int64_t source_apart = plan.value_source - plan.key_source, cache_apart = plan.value_cache - plan.key_cache;
+  for (int64_t number : {int64_t{plan.threads_per_token.divisor}, key.head_bytes, key.slot_stride, heads_apart,
+                         problem.block_size})
+    if (!is_power_of_two(number)) return {};
+  if (plan.key.slot != plan.value.slot || plan.key.block_extra != plan.value.block_extra ||
+      (problem.num_heads > 1 && plan.key.head != plan.value.head) || plan.key_token_stride != plan.value_token_stride ||
+      plan.key_token_stride >= 1 << 24 || source_apart != static_cast<int32_t>(source_apart) ||
+      cache_apart != static_cast<int32_t>(cache_apart) || problem.num_heads * heads_apart / 16 > UINT32_MAX)
+    return {};
+  CompactPlan one_line = {plan.slots, plan.key_source, plan.key_cache, static_cast<int32_t>(source_apart),
+                          static_cast<int32_t>(cache_apart), plan.num_slots, plan.key.block_extra};
+  one_line.token_stride = plan.key_token_stride;
+  one_line.row_shift = log2_of(plan.threads_per_token.divisor);
+  one_line.head_shift = log2_of(plan.pairs_per_head.divisor);
+  one_line.slot_stride_shift = log2_of(key.slot_stride / 16);
+  one_line.head_stride_shift = log2_of(heads_apart / 16);
+  one_line.block_shift = log2_of(problem.block_size);
+  return one_line;
+}
+
+template <typename Slot, bool kDependent>
+cudaError_t launch_tuned(const Problem& problem, FastPlan plan, cudaStream_t stream) {
+  const uint32_t num_pairs = plan.num_threads, pairs = plan.threads_per_token.divisor;
+  if (four_pairs_each(num_pairs, pairs, kDependent)) {
+    plan.num_threads /= 4;
+    plan.threads_per_token = Divisor(pairs / 4);
+    return launch_fast<Slot, 4, kDependent>(plan, stream);
+  }
+  if (const auto one_line = compact(problem, plan)) return launch_compact<Slot, kDependent>(*one_line, num_pairs, stream);
+  return launch_fast<Slot, 1, kDependent>(plan, stream);
 }
 
 template <typename Slot>
-cudaError_t launch_fast(FastPlan plan, bool dependent, cudaStream_t stream) {
-  const uint32_t pairs = plan.threads_per_token.divisor;
-  if (four_pairs_each(plan.num_threads, pairs, dependent)) {
-    plan.num_threads /= 4;
-    plan.threads_per_token = Divisor(pairs / 4);
-    return launch_fast<Slot, 4, false>(plan, dependent, stream);
-  }
-  return (pairs & (pairs - 1)) == 0 ? launch_fast<Slot, 1, true>(plan, dependent, stream)
-                                    : launch_fast<Slot, 1, false>(plan, dependent, stream);
+cudaError_t launch_tuned(const Problem& problem, const FastPlan& plan, bool dependent, cudaStream_t stream) {
+  return dependent ? launch_tuned<Slot, true>(problem, plan, stream) : launch_tuned<Slot, false>(problem, plan, stream);
 }
 
 // One launch: at most kMostPairsPerLaunch pairs.
@@ -353,8 +447,8 @@ cudaError_t copy_tokens(const Problem& problem, int64_t width, bool dependent, c
                          static_cast<uint32_t>(problem.num_slots),
                          pairs_per_head,
                          Divisor(static_cast<uint32_t>(problem.block_size))};
-  return problem.slots_are_64bit ? launch_fast<uint64_t>(plan, dependent, stream)
-                                 : launch_fast<uint32_t>(plan, dependent, stream);
+  return problem.slots_are_64bit ? launch_tuned<uint64_t>(problem, plan, dependent, stream)
+                                 : launch_tuned<uint32_t>(problem, plan, dependent, stream);
 }
 
 }  // namespace
@@ -369,6 +463,8 @@ extern "C" int kvnb_copy_cuda(const Problem* whole, bool dependent, void* stream
     }
     problem.num_heads = 1;
   }
+  if (problem.block_size == 1)  // blocks lie as slots would
+    for (Rows* rows : {&problem.key, &problem.value}) rows->slot_stride = rows->block_stride;
   const uint64_t bits = alignment_bits(problem.key) | alignment_bits(problem.value) | 16;
   const int64_t width = static_cast<int64_t>(bits & (~bits + 1));
   const int64_t longer = problem.key.head_bytes > problem.value.head_bytes ? problem.key.head_bytes : problem.value.head_bytes;

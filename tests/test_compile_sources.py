@@ -158,15 +158,29 @@ def test_slot_and_rows_cost_one_memory_latency(wide):
             assert not [i for i in between for register in brought if i.reads_register(register)], kernel
 
 
-def test_the_token_is_a_shift_where_a_row_is_a_power_of_two(kernels):
-    """One multiplication fewer before the slot is loaded."""
+def test_the_compact_kernel_shifts_where_the_fast_one_multiplies(kernels):
+    """The slot's address is one multiplication, the token another where a row is not a power of two."""
     multiplied = {
-        power: {
-            kernel.before_the_first_load("IMAD.WIDE") for kernel in kernels if f"Li1ELb{power}ELb" in kernel.mangled
-        }
-        for power in (0, 1)
+        name: {kernel.before_the_first_load("IMAD.WIDE") for kernel in kernels if f"{name}_kernel" in kernel.mangled}
+        for name in ("fast", "compact")
     }
-    assert multiplied == {0: {2}, 1: {1}}
+    assert multiplied == {"fast": {2}, "compact": {1}}
+
+
+def test_the_compact_kernel_reads_one_line_of_parameters(kernels):
+    """Parameters begin at 0x210; before them lie what every kernel reads: its stack, its grid, a descriptor."""
+    for kernel in [kernel for kernel in kernels if "compact_kernel" in kernel.mangled]:
+        read = {int(at, 16) for one in kernel.code for at in re.findall(r"c\[0x0\]\[(0x\w+)\]", one.reads)}
+        assert {at for at in read if at >= 0x210} == set(range(0x210, 0x240, 8)) | (read & set(range(0x214, 0x240, 8)))
+        assert max(read) < 0x240, kernel
+
+
+def test_nothing_bounds_a_thread_where_pairs_fill_the_blocks(kernels):
+    bounded = {}
+    for kernel in kernels:
+        if found := re.search(r"compact_kernelI[jm]Lb([01])E", kernel.mangled):
+            bounded.setdefault(found[1], set()).add(bool(kernel.before_the_first_load("VIMNMX")))
+    assert bounded == {"0": {True}, "1": {False}}
 
 
 def test_a_dependent_launch_waits_before_it_reads_anything(kernels):
@@ -186,14 +200,15 @@ def test_the_next_kernel_may_launch_before_this_one_waits(kernels):
 
 def test_slots_are_loaded_to_stay_in_l2_where_a_thread_has_one_pair(kernels):
     """A load with a cache hint has a descriptor of its own."""
-    for kernel in [kernel for kernel in kernels if "fast_kernel" in kernel.mangled]:
+    for kernel in [kernel for kernel in kernels if "general_kernel" not in kernel.mangled]:
         slot, *rows = (re.search(r"desc\[(UR\d+)\]", kernel.code[at].reads)[1] for at in kernel.places("LDG"))
-        assert (slot not in rows) == ("Li1E" in kernel.mangled), kernel
+        assert (slot not in rows) == ("Li4E" not in kernel.mangled), kernel
 
 
 def test_no_kernel_spills_to_local_memory(kernels):
     names = [kernel.mangled for kernel in kernels]
-    # int64 and int32 slots, two launches; one pair per thread for two kinds of row, and four
-    assert sum("fast_kernel" in name for name in names) == 2 * 2 * 3
+    # int64 and int32 slots, two launches; one pair per thread and four, full blocks and others
+    assert sum("fast_kernel" in name for name in names) == 2 * 2 * 2
+    assert sum("compact_kernel" in name for name in names) == 2 * 2 * 2
     assert sum("general_kernel" in name for name in names) == 10  # five vector widths, two launches
     assert [kernel for kernel in kernels if kernel.places("LDL", "STL")] == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvnb import paths
@@ -21,7 +21,7 @@ from kvnb.bench.check import check
 from kvnb.copies import Copy
 from kvnb.problem.case import LAYOUTS, SLOT_PATTERNS, SOURCES, Case
 
-FOUR = 128  # threads of a block where each has four pairs
+LINE = 48  # bytes of parameters that one line of constants holds, and the compact kernel has
 PLAIN = """
 template <typename T>
 T load(const T* from) { return *from; }
@@ -78,6 +78,7 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     subprocess.run([compiler, *flags, *places, folder / "kvnb_copy.cpp"], check=True)
     loaded = ctypes.CDLL(str(folder / "host.so"))
     loaded.four = threads == 1
+    loaded.launches = []
     return loaded
 
 
@@ -96,6 +97,7 @@ def on_host(library: ctypes.CDLL, slots_dtype: torch.dtype, dependent: bool) -> 
                     case.block_size, case.num_slots, key.element_size(),
                 )  # fmt: skip
                 assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(dependent), None) == 0
+                library.launches.append((len(slots), library.last_threads(), library.last_plan()))
 
             return write
 
@@ -121,11 +123,46 @@ def cases(draw) -> Case:
     )  # fmt: skip
 
 
+SHORTEST_OF_FOUR = Case(21, 1, 128, cache_bytes=1 << 20)  # rows of 16 vectors
+
+
 @settings(max_examples=60)
+@example(SHORTEST_OF_FOUR, torch.int64, False)
 @given(case=cases(), slots_dtype=st.sampled_from([torch.int64, torch.int32]), dependent=st.booleans())
 def test_any_case_is_copied_bit_for_bit(library, case, slots_dtype, dependent):
+    library.launches.clear()
     check(on_host(library, slots_dtype, dependent), case, "cpu")
+    if case.head_size != case.value_head_size or case.head_size % 8 or case.source == "transposed":
+        return
     vectors = case.num_kv_heads * case.head_size * 2 // 16
-    whole = case.head_size == case.value_head_size and case.head_size % 8 == 0 and case.source != "transposed"
-    if whole and vectors >= 32 and vectors % 4 == 0 and case.num_tokens > 1:
-        assert (library.last_block() == FOUR) == library.four
+    four = library.four and vectors >= 16 and vectors % 4 == 0
+    powers = all(n & (n - 1) == 0 for n in (case.num_kv_heads, case.head_size, case.block_size))
+    for tokens, threads, plan in library.launches:
+        each = 4 if four else 1
+        assert tokens * vectors // each <= threads <= tokens * vectors // each + 255
+        assert (plan == LINE) == (powers and not four)
+
+
+@pytest.mark.parametrize("apart", ["slots", "heads", "blocks", "tokens"])
+def test_k_and_v_may_lie_differently(library, apart):
+    """Each stride alone differs between K and V; everything else is a power of two."""
+    blocks, block_size, heads, size = 5, 4, 2, 16
+    wide = {"slots": (5, 4, 4, 16), "heads": (5, 4, 2, 32), "blocks": (5, 8, 2, 16)}.get(apart, (5, 4, 2, 16))
+    key_wide = (5, 4, 4, 16) if apart == "heads" else (5, 4, 2, 16)
+    key_cache, value_cache = (
+        torch.zeros(shape, dtype=torch.bfloat16)[:, :block_size, :heads, :size] for shape in (key_wide, wide)
+    )
+    fresh = torch.arange(1, 1 + 2 * 9 * heads * size).view(2, 9, heads, size).bfloat16()
+    key, value = fresh[0], (fresh[1].repeat(1, 2, 1)[:, :heads] if apart == "tokens" else fresh[1])
+    slots = torch.tensor([19, 0, 7, -1, 4, 12, 20, 3, 9])
+    expected = torch.zeros(2, blocks, block_size, heads, size, dtype=torch.bfloat16)
+    for cache, rows in zip(expected, fresh, strict=True):
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            if 0 <= slot < blocks * block_size:
+                cache[slot // block_size, slot % block_size] = row
+    sides = rows_of(key, key_cache), rows_of(value, value_cache)
+    problem = Problem(*sides, slots.data_ptr(), True, len(slots), heads, block_size, blocks * block_size, 2)
+    assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(False), None) == 0
+    assert torch.equal(key_cache, expected[0])
+    assert torch.equal(value_cache, expected[1])
+    assert value_cache._base.count_nonzero() == value_cache.count_nonzero()  # nothing between the rows

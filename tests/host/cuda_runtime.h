@@ -1,6 +1,7 @@
 // cuda_runtime.h: as much of CUDA as csrc/kvnb_copy.cu needs to run on the CPU, one thread after another.
 //
-// HOST_THREADS and HOST_L2 say what the GPU would hold; last_block() what the last launch's blocks were.
+// HOST_THREADS and HOST_L2 say what the GPU would hold; last_threads() and last_plan() how many threads the last launch had,
+// and how many bytes of parameters.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +19,7 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 inline dim3 blockIdx, threadIdx, gridDim, blockDim;
+inline unsigned plan_bytes;
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
@@ -51,9 +53,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 
 template <typename Plan>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Plan), const Plan& plan) {
-  gridDim = config->gridDim, blockDim = config->blockDim;
+  gridDim = config->gridDim, blockDim = config->blockDim, plan_bytes = sizeof(Plan);
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
     for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) kernel(plan);
   return cudaSuccess;
 }
-extern "C" unsigned last_block() { return blockDim.x; }
+extern "C" unsigned last_threads() { return gridDim.x * blockDim.x; }
+extern "C" unsigned last_plan() { return plan_bytes; }
