@@ -42,7 +42,6 @@ from kvnb.report.words import (
 
 BEST, PLAIN = "fastest PyTorch", "fastest plain PyTorch"  # in each cell, the fastest copy of these families
 GROUPS = {BEST: ("torch", "compile"), PLAIN: ("torch",)}
-FIRST = "torch.compile_first"
 PEERS = ("flashinfer", "sglang", "vllm")  # installed packages
 LAYOUTS = ("packed", "NHD", "HND")
 LINE = ["layout", "num_kv_heads", "head_size", "value_head_size", "block_size", "dtype", "source", "slots", "cache"]
@@ -340,7 +339,7 @@ def verdict_table(run: Run, copies: Iterable[str] = ()) -> pd.DataFrame:
 
 def main_copies(run: Run, kernel: str = OURS) -> list[str]:
     """What a hand-written kernel is compared with first: kvnb with all, the kernel that vLLM ships with PyTorch's."""
-    asked = [BEST, ISSUE, "torch.compile", FIRST, PLAIN]
+    asked = [BEST, ISSUE, "torch.compile", PLAIN]
     main = [run.shipped, *asked, "triton", *PEERS, "vllm.scalar", *run.yours] if kernel == OURS else asked
     return [copy for copy in main if copy and len(run.speedups(kernel, copy))]
 

@@ -92,16 +92,16 @@ class Cell:
     ends: str
     verdict: str
     spread: str
-    lost: str
+    but: str  # how many of its cells say the contrary
 
     @property
     def colour(self) -> str:
         """Of the verdict; a mean that hides losses has one of its own."""
-        return "mixed" if self.lost and self.verdict != "SLOWER" else self.verdict.lower()
+        return "mixed" if self.but and self.verdict != "SLOWER" else self.verdict.lower()
 
     @property
     def text(self) -> str:
-        return f"{self.speedup} {self.ends} {self.verdict}" + f", but {self.lost}" * bool(self.lost)
+        return f"{self.speedup} {self.ends} {self.verdict}" + f", but {self.but}" * bool(self.but)
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,11 @@ def matrix(run: Run, kernel: str, copies: Iterable[str] = (), layouts: Iterable[
 def _cell(rows: pd.DataFrame) -> Cell:
     mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
     spread = f", {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
-    slower = (rows["verdict"] == "SLOWER").sum()
-    lost = f"{slower} of {len(rows)} SLOWER" if slower and len(rows) > 1 else ""
+    contrary = "FASTER" if mean["verdict"] == "SLOWER" else "SLOWER"
+    odd = (rows["verdict"] == contrary).sum()
+    but = f"{odd} of {len(rows)} {contrary}" if odd and len(rows) > 1 else ""
     ends = f"[{times(mean['low'])}, {times(mean['high'])}]"
-    return Cell(times(mean["speedup"]), ends, mean["verdict"], count(len(rows), "case") + spread, lost)
+    return Cell(times(mean["speedup"]), ends, mean["verdict"], count(len(rows), "case") + spread, but)
 
 
 def matrices(run: Run) -> list[Matrix]:

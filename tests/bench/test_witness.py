@@ -117,6 +117,14 @@ def test_a_speed_that_noise_turned_negative_is_not_judged():
     assert claims(witness.from_run(samples), "states by speed")["cold", "limit.copy", "against DRAM"] is pd.NA
 
 
+def test_speed_is_from_one_size_to_the_next_in_the_usual_cache():
+    samples = chains(9e12, 6e12, 3.9e12)
+    larger = samples[(samples["state"] == "produced") & (samples["num_tokens"] == 1024)]
+    both = pd.concat([samples, larger.assign(cache_bytes=64 << 30, seconds=1.0)])
+    pd.testing.assert_frame_equal(witness.from_run(both).query("claim == 'states by speed'").reset_index(drop=True),
+                                  witness.from_run(samples).query("claim == 'states by speed'").reset_index(drop=True))
+
+
 def test_what_a_run_does_not_hold_is_not_claimed():
     quick = run_of([("limit.copy", Case(n), "graph", "produced", n * US) for n in (256, 1024, 65536)])
     assert set(witness.from_run(quick)["claim"]) == {"two processes"}
@@ -224,11 +232,17 @@ def test_graph_is_held_against_the_profiler_from_10_us_on(gpu, theirs, holds, mo
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(21 * US, True), (21.9 * US, True), (22.1e-6, False), (19.9e-6, False)])
-def test_call_is_held_against_the_profiler_less_an_event_pair(gpu, seconds, holds, monkeypatch):
-    monkeypatch.setattr(witness, "call_seconds", lambda timed: 20 * US)
+def test_call_is_held_against_the_profiler_less_what_it_adds_to_an_empty_kernel(gpu, seconds, holds, monkeypatch):
+    theirs = {"limit.launch": 0.8 * US, "x": 20 * US}
     where = {"timer": "call", "state": "cold", "case": "c", "copy": "x"}
-    [judged] = witness.witnessed(None, seconds, {("limit.event", "call", "cold"): 1 * US}, where)
-    assert judged["holds"] is holds
+    monkeypatch.setattr(witness, "call_seconds", lambda timed: theirs[timed])
+    known = {}
+    [empty] = witness.witnessed("limit.launch", 1.8 * US, known, where | {"copy": "limit.launch"})
+    assert empty["holds"] is None and empty["ours"] == pytest.approx(0.8 * US)
+    [judged] = witness.witnessed("x", seconds, known, where)
+    assert judged["holds"] is holds and judged["ours"] == pytest.approx(seconds - 1 * US)
+    assert judged["detail"].startswith("1.00 us added; with them ")
+    monkeypatch.setattr(witness, "call_seconds", lambda timed: 20 * US)
     [unknown] = witness.witnessed(None, seconds, {}, where)
     assert unknown["holds"] is None
 
@@ -410,7 +424,7 @@ def test_under_nvbench_every_call_is_warmed_up_and_runs_on_its_stream(gpu, monke
 @pytest.mark.gpu
 def test_on_a_gpu_a_graph_and_a_call_lie_near_the_profiler(monkeypatch):
     monkeypatch.setattr(witness, "CASES", (Case(16384),))
-    monkeypatch.setattr(witness, "COPIES", ("limit.event", "kvnb"))
+    monkeypatch.setattr(witness, "COPIES", ("limit.event", "limit.launch", "kvnb"))
     rows = witness.live(torch.device("cuda"))
     assert not rows["detail"].str.startswith("failed").any(), rows["detail"].tolist()
     assert {"profiler", "a wait per call", "empty event pair"} <= {*rows["claim"]}

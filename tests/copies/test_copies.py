@@ -87,11 +87,18 @@ def test_any_case_is_written_right(device, case, data):
 @pytest.mark.parametrize("name", ["torch.compile", "torch.compile_first"])
 @pytest.mark.parametrize(("layout", "policy"), [("NHD", "null_slot"), ("packed", "remap")])
 def test_the_compiled_copy_writes_the_right_bits(device, layout, policy, name):
-    case = Case(layout=layout, **ODD)
+    case = Case(37, layout=layout, cache_bytes=4 * MIB) if name == "torch.compile_first" else Case(layout=layout, **ODD)
     if device in REGISTRY[name].devices:
         return check(REGISTRY[name], case, device, policy)
     with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
         check(REGISTRY[name], case, device, policy)
+
+
+def test_the_first_tiling_is_shown_at_one_shape():
+    first = REGISTRY["torch.compile_first"]
+    assert first.reason_against(Case(256), "null_slot", "graph", "cuda") is None
+    for odd in ({"num_kv_heads": 4}, {"head_size": 64}, {"dtype": "float16"}, {"padding": 0.25}):
+        assert "8x128 bfloat16 without padding" in first.reason_against(Case(256, **odd), "null_slot", "graph", "cuda")
 
 
 def test_the_compiled_trap_is_slow_but_right(device):

@@ -160,6 +160,7 @@ def test_padding_varies_share_and_place():
     assert {case.num_tokens for case in cases} == {8, 32, 128, 512, 2048, 8192}
     assert timings("padding", Case(32, padding=0.25)) == (("graph", "produced"),)
     assert ("eager", "produced") in timings("padding", Case(32, padding=0.75))
+    assert timings("padding", Case(32, padding=0.75, padded="tail")) == (("graph", "produced"),)
 
 
 def test_releases_are_compared_on_one_problem_and_on_their_backends_own():

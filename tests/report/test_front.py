@@ -35,7 +35,7 @@ def test_a_cell_is_the_mean_of_a_kernels_speedups(gpu, kernel):
     assert cell.speedup == f"{np.exp(np.log(speedups).mean()):.2f}"
     assert cell.spread == f"6 cases, {speedups.min():.2f} to {speedups.max():.2f}"
     low, high = map(float, cell.ends.strip("[]").split(","))
-    assert low <= float(cell.speedup) <= high and (cell.verdict, cell.lost, cell.colour) == ("FASTER", "", "faster")
+    assert low <= float(cell.speedup) <= high and (cell.verdict, cell.but, cell.colour) == ("FASTER", "", "faster")
     assert cell.text == f"{cell.speedup} {cell.ends} FASTER"
 
 
@@ -44,7 +44,14 @@ def test_what_a_kernel_loses_is_in_its_cell(gpu):
     lossy = cell_of(table, "NHD", "prefill", answers.BEST)
     assert lossy.text.endswith(" UNDECIDED, but 2 of 9 SLOWER") and lossy.colour == "mixed"
     shipped = cell_of(front.matrix(gpu, SHIPPED), "NHD", "prefill", answers.PLAIN)
-    assert shipped.verdict == "SLOWER" and float(shipped.speedup) < 1
+    assert shipped.verdict == "SLOWER" and float(shipped.speedup) < 1 and "but" not in shipped.text  # all 9 lose
+
+
+def test_what_a_losing_kernel_wins_is_in_its_cell(gpu):
+    rows = gpu.speedups(SHIPPED, answers.PLAIN).query("layout == 'NHD' and regime == 'prefill'").copy()
+    rows.loc[rows.index[:2], ["speedup", "low", "high", "verdict"]] = 1.1, 1.09, 1.11, "FASTER"
+    cell = front._cell(rows)
+    assert cell.text.endswith(f" SLOWER, but 2 of {len(rows)} FASTER") and cell.colour == "slower"
 
 
 def test_kvnb_is_held_against_all_and_vllms_kernel_against_pytorchs(gpu, old):
