@@ -2,7 +2,7 @@
 
 Timers (each sample is the time of one call):
   graph   a CUDA graph of K calls, elapsed / K; under 10 us the slope between a graph of K and one of 2 K calls, so that
-          what a replay costs by itself cancels out
+          what a replay costs by itself cancels out (where it is not above 0, something disturbed it: taken again)
   call    one call between two events, the queue kept full so that no host time lies between them
   host    time for the Python call to return, nothing waited for
   eager   N calls and one synchronise, / N: dispatch and guards included
@@ -56,6 +56,7 @@ BATCH_CALLS = 32  # calls behind a sample of host, well below the depth of the l
 BATCH_SECONDS = 0.5e-3  # least length of a sample of eager and wall
 WALL_SETS = 128  # slot sets of wall
 MOST_BATCH_SECONDS = 0.1  # length beyond which a batch gets fewer calls
+VISITS_AT_MOST = 3  # of a cell in a round, where the first are disturbed
 SLOPE_BELOW = 10e-6  # s per call under which timer graph takes the slope
 SAMPLES = 3  # samples per visit,
 LONG_SECONDS = 10e-3  # and 1 where a sample lasts longer than this
@@ -415,7 +416,7 @@ class GraphTimed(Timed):
             spans = [bench.seconds_between(a, b) for a, b in pairwise(trail)]
             seconds = (spans[-1] - (spans[0] if self.longer else 0.0)) / self.plan.calls
             if seconds <= 0:
-                raise RuntimeError(f"a slope of {seconds:.3g} s: something else ran on the GPU between two events")
+                raise Disturbed(f"a slope of {seconds:.3g} s: something else ran on the GPU between two events")
             yield seconds, mhz
 
     def verify(self) -> None:
@@ -515,6 +516,10 @@ class EagerTimed(Timed):
         expected.compare(self.cell.copy)
 
 
+class Disturbed(RuntimeError):
+    """A visit that something else on the machine took part in."""
+
+
 class Poisoned(RuntimeError):
     """The device no longer answers after what `row` tells of: this process is lost, and its case begins anew."""
 
@@ -586,11 +591,23 @@ def _samples(timed: Timed, case: Case, number: int, throttled: str | None) -> It
     cell = timed.cell
     repeats = getattr(timed, "repeats", 1)
     calls = {"call": 1, "graph": timed.plan.calls}.get(cell.timer) or len(timed.calls) * repeats
-    for sample, (seconds, mhz) in enumerate(timed.visit()):
+    for sample, (seconds, mhz) in _undisturbed(timed):
         yield row_of(
             cell, case, round=number, sample=sample, seconds=seconds, launches=timed.launches, calls=calls,
             graphs=timed.graphs, sm_clock_mhz=mhz, throttled=throttled,
         )  # fmt: skip
+
+
+def _undisturbed(timed: Timed) -> list[tuple[int, tuple[float, float | None]]]:
+    """Numbered samples of a visit. One that was disturbed is taken again, and its samples are numbered on: a run file's
+    `sample` shows it. Raises Disturbed where no visit of VISITS_AT_MOST is undisturbed."""
+    for again in range(VISITS_AT_MOST):
+        try:
+            taken = list(timed.visit())
+            return list(enumerate(taken, start=again * len(taken)))
+        except Disturbed as error:
+            last = error
+    raise last
 
 
 def _failure(bench: Bench, cell: Cell, case: Case, act: Callable[[], object]) -> dict | None:

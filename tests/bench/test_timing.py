@@ -489,6 +489,26 @@ def test_an_ok_cell_gives_rounds_x_samples_whole_rows():
     assert all(row.items() >= CASE.fields().items() for row in rows)
 
 
+@pytest.mark.parametrize("disturbed", [0, 1, timing.VISITS_AT_MOST - 1, timing.VISITS_AT_MOST])
+def test_a_disturbed_visit_is_taken_again_and_its_samples_say_so(disturbed):
+    class Visited:
+        visits = 0
+
+        def visit(self):
+            self.visits += 1
+            yield 1e-6, None
+            if self.visits <= disturbed:
+                raise timing.Disturbed("a slope of -1e-06 s")
+            yield 2e-6, None
+
+    if disturbed == timing.VISITS_AT_MOST:
+        with pytest.raises(timing.Disturbed, match="a slope of"):
+            timing._undisturbed(Visited())
+    else:
+        first = 2 * disturbed
+        assert timing._undisturbed(Visited()) == [(first, (1e-6, None)), (first + 1, (2e-6, None))]
+
+
 def test_a_wrong_copy_is_never_timed():
     def negates(inputs, slots, key, value) -> None:
         inputs.key_cache.view(-1, 32).index_copy_(0, slots, -key.view(1, -1))
