@@ -14,7 +14,15 @@ MEASURING := DEVICE GRID COPIES TIMERS RUN WORKERS ROUNDS COPIES_FROM
 KNOWN := $(MEASURING) GPU A B TESTS PYTHON VENV TORCH_INDEX WHEELS NEEDS
 UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
 ifneq ($(UNKNOWN),)
-$(error $(shell $(PYTHON) -c 'import difflib, sys; known = sys.argv[1].split(); print("; ".join(name + " is not a variable of this Makefile" + "".join(", did you mean " + near for near in difflib.get_close_matches(name.upper(), known, 1, 0.4)) for name in sys.argv[2:]), "(valid:", ", ".join(known) + ")")' '$(KNOWN)' $(UNKNOWN)))
+$(error $(shell '$(PYTHON)' -c 'import difflib, sys; known = sys.argv[1].split(); print("; ".join(name + " is not a variable of this Makefile" + "".join(", did you mean " + near for near in difflib.get_close_matches(name.upper(), known, 1, 0.4)) for name in sys.argv[2:]), "(valid:", ", ".join(known) + ")")' '$(KNOWN)' $(UNKNOWN)))
+endif
+
+# Paths with a space: a folder of the checkout's may have one, since make only meets names relative to it; VENV may not.
+ifneq ($(words $(VENV)),$(if $(VENV),1,0))
+$(error VENV='$(VENV)' contains a space, which make cannot take: name another, such as VENV=.venv)
+endif
+ifneq ($(and $(VENV),$(WHEELS),$(filter-out wheelhouse clean,$(or $(MAKECMDGOALS),help))),)
+$(error WHEELS=$(WHEELS) fits out a PYTHON that is used as it is: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV= WHEELS=$(WHEELS))
 endif
 
 # $(call option,NAME,flag): the flag when NAME was given; make exports NAME, the shell quotes it.
@@ -27,18 +35,18 @@ key = $(firstword $(shell { $(1); } 2>&1 | cksum))
 ifneq ($(VENV),)
   RUNNER := $(VENV)/bin/python
   SITE :=
-  READY := $(VENV)/kvnb-$(call key,cat requirements.txt pyproject.toml; pwd; $(PYTHON) -VV; echo '$(TORCH_INDEX)')
+  READY := $(VENV)/kvnb-$(call key,cat requirements.txt pyproject.toml; pwd; '$(PYTHON)' -VV; echo '$(TORCH_INDEX)')
 else
-  RUNNER := $(PYTHON)
-  SITE := $(if $(WHEELS),$(CURDIR)/build/site-$(call key,ls -l '$(WHEELS)'; $(PYTHON) -VV))
+  RUNNER := '$(PYTHON)'
+  SITE := $(if $(WHEELS),build/site-$(call key,ls -l '$(WHEELS)'; '$(PYTHON)' -VV))
   READY := $(if $(SITE),$(SITE)/kvnb-ready)
-  export JUPYTER_PATH := $(if $(SITE),$(SITE)/share/jupyter)
+  export JUPYTER_PATH := $(if $(SITE),$(CURDIR)/$(SITE)/share/jupyter)
 endif
-export PYTHONPATH := $(CURDIR)$(if $(SITE),:$(SITE))
+export PYTHONPATH := $(CURDIR)$(if $(SITE),:$(CURDIR)/$(SITE))
 # `make test` must not reach pytest's children through MAKEFLAGS
 unexport MAKEFLAGS MAKEOVERRIDES
 
-.PHONY: help report test lab measure render record readme lint needs wheelhouse clean set-up python
+.PHONY: help report test lab measure render record readme trust lint needs wheelhouse clean set-up python
 
 help: ## list the verbs
 	@echo 'make VERB [NAME=value ...]'
@@ -74,33 +82,44 @@ compare: set-up ## how fast B's copies are against A's: A=run file B=run file
 readme: set-up ## splice the newest record's answer into README.md
 	@$(RUNNER) -m cogapp -r README.md
 
+trust: set-up ## count again what README's section on trust tells
+	@$(RUNNER) -m pytest --trust tests/trust.txt $(shell cut -d: -f1 tests/trust.txt | sort -u)
+
 lint: set-up ## lint, layers, stripped notebooks, README
 	@$(RUNNER) -m pytest tests/test_lint.py tests/test_layers.py
 
 needs: python ## on an offline host: list in NEEDS=needs.txt what PYTHON lacks
-	@$(PYTHON) -m kvnb.wheels needs '$(NEEDS)'
+	@'$(PYTHON)' -m kvnb.wheels needs '$(NEEDS)'
 
 wheelhouse: python ## elsewhere: fetch what NEEDS=needs.txt lists into WHEELS=wheelhouse
-	@$(PYTHON) -m kvnb.wheels fetch '$(NEEDS)' '$(or $(WHEELS),wheelhouse)'
+	@'$(PYTHON)' -m kvnb.wheels fetch '$(NEEDS)' '$(or $(WHEELS),wheelhouse)'
 
-clean: ## remove .venv, build/ and caches; never data/ or reports/
-	rm -rf .venv build kvnb.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove what make made here, .venv, build/ and caches; never data/ or reports/
+	$(if $(VENV),@if [ -e '$(VENV)/kvnb-made' ] || ls '$(VENV)'/kvnb-[0-9]* >/dev/null 2>&1; then rm -rf '$(VENV)'; fi)
+	rm -rf build/site-[0-9]* kvnb.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rmdir build 2>/dev/null || true
 	find kvnb tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 python:
 	@command -v '$(PYTHON)' >/dev/null || { echo '$(PYTHON) is not there; name a Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d; kvnb needs 3.11 or later: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
+	@'$(PYTHON)' -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d; kvnb needs 3.11 or later: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
+
+OFFLINE = { echo 'pip could not get the packages (its words are above). Without a network, use a Python that has torch: make needs PYTHON=python3, and so on as "Offline GPU host" in README.md says; for a mirror, set PIP_INDEX_URL' >&2; exit 1; }
 
 set-up: python $(READY)
 ifeq ($(VENV),)
-	@$(PYTHON) -m kvnb.wheels check report
+	@$(RUNNER) -m kvnb.wheels check report
 endif
 
 ifneq ($(VENV),)
+# kvnb-made: this environment is ours, to fill and to remove, also when it was left half made.
 $(READY): | python
-	$(PYTHON) -m venv '$(VENV)'
-	$(if $(TORCH_INDEX),$(RUNNER) -m pip install -q --no-deps --index-url '$(TORCH_INDEX)' "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)")
-	$(RUNNER) -m pip install -q -r requirements.txt
+	@if [ -e '$(VENV)' ] && [ ! -e '$(VENV)/kvnb-made' ] && ! ls '$(VENV)'/kvnb-[0-9]* >/dev/null 2>&1; then \
+	  echo '$(VENV) is there, and make did not make it: use it as it is, make $(MAKECMDGOALS) PYTHON=$(VENV)/bin/python VENV=, or name another' >&2; exit 1; fi
+	@mkdir -p '$(VENV)' && touch '$(VENV)/kvnb-made'
+	'$(PYTHON)' -m venv '$(VENV)'
+	$(if $(TORCH_INDEX),$(RUNNER) -m pip install -q --no-deps --index-url '$(TORCH_INDEX)' "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)" || $(OFFLINE))
+	$(RUNNER) -m pip install -q -r requirements.txt || $(OFFLINE)
 	$(RUNNER) -m pip install -q --no-deps --no-build-isolation -e .
 	@rm -f '$(VENV)'/kvnb-[0-9]*
 	@touch '$@'
@@ -108,6 +127,7 @@ else ifneq ($(READY),)
 $(READY): | python
 	@ls '$(WHEELS)'/*.whl >/dev/null 2>&1 || { echo 'WHEELS=$(WHEELS): no wheels there; make wheelhouse fetches them' >&2; exit 1; }
 	@rm -rf '$(SITE)'
-	$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --target '$(SITE)' '$(WHEELS)'/*.whl
+	$(RUNNER) -m pip install -q --no-index --no-deps --no-compile --target '$(SITE)' '$(WHEELS)'/*.whl || \
+	  { echo 'WHEELS=$(WHEELS) does not fit $(PYTHON): make needs PYTHON=$(PYTHON) here, then make wheelhouse elsewhere' >&2; exit 1; }
 	@touch '$@'
 endif

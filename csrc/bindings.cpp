@@ -11,9 +11,11 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "launch.h"
 
@@ -25,6 +27,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::string describe(const Tensor& t) {
+  if (!t.defined()) return "None";
   std::ostringstream text;
   text << torch::headeronly::toString(t.scalar_type()) << " [";
   for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
@@ -46,6 +49,7 @@ std::string shape(std::initializer_list<int64_t> sizes) {
 }
 
 void check_kind(const char* name, const Tensor& t, const Tensor& key, int64_t rank, const char* axes) {
+  if (!t.defined()) refuse(name, t, "be a tensor");
   if (t.dim() != rank) refuse(name, t, std::string("have ") + std::to_string(rank) + " dimensions, " + axes);
   if (t.is_cuda() != key.is_cuda() || t.is_cpu() != key.is_cpu() || t.get_device_index() != key.get_device_index())
     refuse(name, t, "be on key's device");
@@ -54,12 +58,29 @@ void check_kind(const char* name, const Tensor& t, const Tensor& key, int64_t ra
   if (t.size(rank - 1) > 1 && t.stride(rank - 1) != 1) refuse(name, t, "have stride 1 in its last dimension");
 }
 
+// Whether elements of a tensor share memory: from the smallest stride up, each must step over all that smaller ones span.
+// (Axes that interleave without touching, as no cache's do, count as sharing.)
+bool overlaps_itself(const Tensor& t) {
+  std::array<std::pair<int64_t, int64_t>, 4> axes;  // stride and size, of a cache's four at most
+  size_t count = 0;
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) > 1) axes[count++] = {t.stride(i), t.size(i)};
+  std::sort(axes.begin(), axes.begin() + count);
+  int64_t span = 1;
+  for (size_t i = 0; i < count; ++i) {
+    const auto [stride, size] = axes[i];
+    if (stride < span) return true;
+    span += stride * (size - 1);
+  }
+  return false;
+}
+
 void check_cache(const char* name, const Tensor& cache, const Tensor& source, const Tensor& key) {
   check_kind(name, cache, key, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
   if (cache.size(2) != source.size(1) || cache.size(3) != source.size(2))
     refuse(name, cache, "end in [num_kv_heads, head_size] = " + shape({source.size(1), source.size(2)}));
-  for (int64_t i = 0; i < 3; ++i)
-    if (cache.size(i) > 1 && cache.stride(i) == 0) refuse(name, cache, "not be expanded: its rows would share memory");
+  if (cache.numel() > 0 && overlaps_itself(cache))
+    refuse(name, cache, "not be expanded or overlap itself: its rows share memory");
 }
 
 Rows rows_of(const Tensor& source, const Tensor& cache) {
@@ -92,6 +113,9 @@ Problem checked(const Tensor& key, const Tensor& value, const Tensor& key_cache,
   if (value_cache.size(0) != key_cache.size(0) || value_cache.size(1) != key_cache.size(1))
     refuse("value_cache", value_cache,
            "begin with key_cache's [num_blocks, block_size] = " + shape({key_cache.size(0), key_cache.size(1)}));
+  if (key_cache.numel() > 0 && value_cache.numel() > 0 && key_cache.const_data_ptr() == value_cache.const_data_ptr())
+    refuse("value_cache", value_cache, "lie apart from key_cache, which begins at the same byte");
+  if (!slot_mapping.defined()) refuse("slot_mapping", slot_mapping, "be a tensor");
   const ScalarType index = slot_mapping.scalar_type();
   if (index != ScalarType::Long && index != ScalarType::Int) refuse("slot_mapping", slot_mapping, "be int64 or int32");
   if (slot_mapping.dim() != 1 || slot_mapping.size(0) > key.size(0))

@@ -3,7 +3,12 @@
 Names load on first use, so that `import kvnb` costs nothing and the command line can refuse a wrong parameter at once.
 """
 
+import sys
 from importlib import import_module
+
+if sys.version_info < (3, 11):  # noqa: UP036  said here, before anything fails on its syntax
+    this = ".".join(map(str, sys.version_info[:2]))
+    raise ImportError(f"kvnb needs Python 3.11 or later, this is {this}: make report PYTHON=python3.12")
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,6 +84,17 @@ def _execute(name: str, values: dict, folder: Path) -> Outcome:
     return outcome
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Around what writes a report's folder: another process that does so is named, with exit code 2."""
+    from kvnb.report.files import claimed
+
+    with ExitStack() as stack:
+        with refusing():
+            stack.enter_context(claimed(folder))
+        yield
+
+
 def _from_root(path: Path | str) -> str:
     """A path as notebooks of a report take it: they run in the repository's root."""
     return Path(os.path.relpath(path, paths.ROOT)).as_posix()
@@ -92,8 +103,6 @@ def _from_root(path: Path | str) -> str:
 @measuring()
 def report(values: dict) -> None:
     """Run the notebooks here and write reports/<run>/index.html, recorded runs beside the live one."""
-    from kvnb.report import answers, pages
-
     with refusing():
         if values["run"] == "latest" or (paths.RECORDED / (values["run"] or "?")).is_dir():
             raise ValueError(f"run: reports/{values['run']} is kept for a link or a record; choose another name")
@@ -104,8 +113,13 @@ def report(values: dict) -> None:
     name = _name(values)
     if values["copies_from"]:
         values["copies_from"] = _from_root(values["copies_from"])
-    folder = paths.REPORTS / name
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder := paths.REPORTS / name):
+        _report(name, values, folder)
+
+
+def _report(name: str, values: dict, folder: Path) -> None:
+    from kvnb.report import answers, pages
+
     (folder / ".gitignore").write_text("*\n")  # yours, not the project's
     outcomes = [_execute("01_copies", {}, folder), _execute("02_measure", values, folder)]
     mine = [path for path in [paths.LOCAL / f"{name}.parquet"] if path.is_file()]
@@ -126,7 +140,7 @@ def report(values: dict) -> None:
 @app.command()
 def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/recorded")] = None) -> None:
     """Render the recorded runs into reports/<gpu>/: needs no GPU, writes the same bytes every time."""
-    from kvnb.report import answers, pages
+    from kvnb.report import answers
 
     recorded = answers.recorded()
     with refusing():
@@ -135,17 +149,23 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
         if gpu is not None and gpu not in recorded:
             raise ValueError(f"gpu: {parameters.unknown(gpu, recorded)}")
     for name in [gpu] if gpu else recorded:
-        folder = paths.REPORTS / name
-        outcomes = [_execute("03_compare", {"runs": [_from_root(recorded[name])]}, folder)]
-        padded, releases = ([path for gpu, path in answers.recorded(grid).items() if gpu == name]
-                            for grid in ("padding", "releases"))  # fmt: skip
-        reserve, padded = _null_block(padded, folder, live="no")
-        timers = _execute("06_timers", {"run": _from_root(recorded[name]), "live": "no"}, folder)
-        alike = [*recorded[name].parent.glob(f"????-??-??_{recorded[name].stem.split('_')[1]}_*.parquet")]
-        outcomes += [reserve, *_by_release(releases, folder), timers, *_two_runs(alike, [recorded[name]], folder)]
-        pages.figure(folder, recorded[name])
-        index = pages.report(folder, outcomes, [recorded[name]], releases, padded)
-        _tell(index, outcomes, [recorded[name]], padded)
+        with _writing(folder := paths.REPORTS / name):
+            _render(name, recorded[name], folder)
+
+
+def _render(name: str, recorded: Path, folder: Path) -> None:
+    from kvnb.report import answers, pages
+
+    outcomes = [_execute("03_compare", {"runs": [_from_root(recorded)]}, folder)]
+    padded, releases = ([path for gpu, path in answers.recorded(grid).items() if gpu == name]
+                        for grid in ("padding", "releases"))  # fmt: skip
+    reserve, padded = _null_block(padded, folder, live="no")
+    timers = _execute("06_timers", {"run": _from_root(recorded), "live": "no"}, folder)
+    alike = [*recorded.parent.glob(f"????-??-??_{recorded.stem.split('_')[1]}_*.parquet")]
+    outcomes += [reserve, *_by_release(releases, folder), timers, *_two_runs(alike, [recorded], folder)]
+    pages.figure(folder, recorded)
+    index = pages.report(folder, outcomes, [recorded], releases, padded)
+    _tell(index, outcomes, [recorded], padded)
 
 
 def _null_block(runs: list[Path], folder: Path, **values: object) -> tuple[Outcome, list[Path]]:

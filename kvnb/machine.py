@@ -1,12 +1,16 @@
-"""What this machine is: the machine columns of a run file, cache sizes, and what NVML says about throttling."""
+"""What this machine is: the machine columns of a run file, cache sizes, and what NVML says disturbs the GPU."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import multiprocessing
 import os
 import platform
+import re
 import subprocess
+import sys
+import time
 import warnings
 from functools import cache
 from importlib import metadata
@@ -24,19 +28,51 @@ THROTTLE_REASONS = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
+OTHERS = "other process on the GPU"
+BUSY_SECONDS = 5  # how far back a process counts as busy: NVML samples a few times per second
 ASSUMED_CPU_CACHE = 32 << 20
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:N" as a torch.device. Raises ValueError naming the devices there are."""
+    """ "auto", "cpu", "cuda" or "cuda:N" as a torch.device. Raises ValueError naming the devices there are.
+
+    Warns where "auto" becomes the CPU beside a GPU that torch cannot use.
+    """
+    unused = gpu_unused() if device.startswith(("auto", "cuda")) else None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if unused:
+            warnings.warn(f"measuring the CPU: {unused}", stacklevel=2)
     there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if device == "cuda" and len(there) > 1:
         device = "cuda:0"
     if device not in there:
-        raise ValueError(f"device {device!r} is not here; valid: auto, {', '.join(there)}")
+        valid = f"valid: auto, {', '.join(there)}"
+        raise ValueError(f"device {device!r} is not here; " + "; ".join(filter(None, (valid, unused))))
     return torch.device(device)
+
+
+def gpu_unused() -> str | None:
+    """Why torch uses no GPU although the driver lists one, and what to type; None: it does, is told not to, or none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda.is_available() or hidden in ("", "-1") or not (found := _listed_gpus()):
+        return None
+    if torch.version.cuda is None:
+        why = f"is built without CUDA; type: {sys.executable} -m pip install --force-reinstall torch"
+    else:
+        why = f"for CUDA {torch.version.cuda} cannot use it: update the driver (nvidia-smi names the CUDA it knows)"
+        why += f", or unset CUDA_VISIBLE_DEVICES={hidden}" if hidden else ""
+    return f"this machine has {found}, but torch {torch.__version__} {why}"
+
+
+@cache
+def _listed_gpus() -> str:
+    """Names of the GPUs that the driver lists, or "" without a driver."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
+    return ", ".join(re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE))
 
 
 def describe(device: torch.device) -> dict:
@@ -129,7 +165,7 @@ def _nvml():
         reason = error
     else:
         return pynvml
-    warnings.warn(f"no NVML, so driver and throttle reasons stay unknown: {reason}", stacklevel=2)
+    warnings.warn(f"no NVML, so driver, throttle reasons and other processes stay unknown: {reason}", stacklevel=2)
     return None
 
 
@@ -139,13 +175,64 @@ def driver_version() -> str:
 
 
 def throttled(device: torch.device) -> str | None:
-    """Why NVML says the GPU runs slower than asked, comma-separated; "": it does not; None: NVML cannot say."""
-    nvml = _nvml() if device.type == "cuda" else None
+    """What NVML says disturbs a GPU, see `disturbances`; None on a CPU."""
+    return disturbances(gpu_uuid(device)) if device.type == "cuda" else None
+
+
+def disturbances(uuid: str) -> str | None:
+    """Why NVML says the GPU runs slower than asked, and OTHERS where a process outside this run computes on it.
+
+    Comma-separated; "": nothing; None: NVML cannot say, as a warning tells once.
+    """
+    nvml = _nvml()
     if nvml is None:
         return None
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid(device))
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    except nvml.NVMLError:
+    except nvml.NVMLError as error:
+        warnings.warn(f"NVML gives no throttle reasons of {uuid}: {error}", stacklevel=2)
         return None
-    return ", ".join(reason for bit, reason in THROTTLE_REASONS.items() if mask & bit)
+    reasons = [reason for bit, reason in THROTTLE_REASONS.items() if mask & bit]
+    return ", ".join(reasons + [OTHERS] * bool(_others(nvml, handle)))
+
+
+def _others(nvml, handle) -> list[int]:
+    """Processes outside this run that compute on the GPU: those that did something there, where NVML counts it.
+
+    An idle one, such as a notebook with a tensor on the GPU, disturbs nothing. In a container NVML may not see any.
+    """
+    try:
+        pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except nvml.NVMLError as error:
+        warnings.warn(f"NVML does not say which processes are on the GPU: {error}", stacklevel=2)
+        return []
+    if pids and os.getpid() not in pids:
+        warnings.warn("NVML lists processes on the GPU without this one: others cannot be told from it", stacklevel=2)
+        return []
+    busy = _busy(nvml, handle)
+    found = [pid for pid in sorted(pids) if (busy is None or pid in busy) and not _of_this_run(pid)]
+    if found:
+        warnings.warn(f"other processes compute on this GPU: {', '.join(map(str, found))}", stacklevel=2)
+    return found
+
+
+def _busy(nvml, handle) -> set[int] | None:
+    """Processes that kept the GPU busy in the last BUSY_SECONDS; None where NVML does not count."""
+    since = int((time.time() - BUSY_SECONDS) * 1e6)
+    try:
+        counted = nvml.nvmlDeviceGetProcessUtilization(handle, since)
+    except nvml.NVMLError as error:
+        return set() if error.value in (nvml.NVML_SUCCESS, nvml.NVML_ERROR_NOT_FOUND) else None  # none was; not told
+    return {one.pid for one in counted if one.smUtil or one.memUtil}
+
+
+def _of_this_run(pid: int) -> bool:
+    """Whether a process descends from the one in which this run began."""
+    began = multiprocessing.parent_process() or multiprocessing.current_process()
+    while pid > 1 and pid != began.pid:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended, or belongs to another container
+            return False
+    return pid == began.pid

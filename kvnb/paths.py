@@ -17,16 +17,26 @@ DATA = ROOT / "data"
 LOCAL = DATA / "local"
 RECORDED = DATA / "recorded"
 REPORTS = ROOT / "reports"
-CACHE = Path(os.environ.get("KVNB_CACHE") or user_cache_path("kvnb"))
+CACHE = Path(os.environ.get("KVNB_CACHE") or user_cache_path("kvnb")).absolute()
+if os.environ.get("KVNB_CACHE"):  # said where a home cannot be written: other packages' caches go there too
+    for _cache in ("TRITON_CACHE_DIR", "MPLCONFIGDIR", "IPYTHONDIR"):
+        os.environ.setdefault(_cache, str(CACHE / _cache.lower()))
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write to; renamed to it at the end, so that it is complete or not there."""
+    """A temporary name beside `path` to write to; renamed to it at the end, so that it is complete or not there.
+
+    Whatever goes wrong leaves nothing of it behind: a full disk is not filled further.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    yield partial
-    os.replace(partial, path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def record(name: str, machine: dict) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -22,7 +23,10 @@ from pathlib import Path
 try:
     from packaging import markers, requirements, tags, utils
 except ModuleNotFoundError:  # a bare Python: pip carries the same library
-    from pip._vendor.packaging import markers, requirements, tags, utils
+    try:
+        from pip._vendor.packaging import markers, requirements, tags, utils
+    except ModuleNotFoundError:
+        sys.exit(f"{sys.executable} has no pip; type: {sys.executable} -m ensurepip (Debian: apt install python3-pip)")
 
 ROOT = Path(__file__).resolve().parent.parent
 PURPOSES = {"report": [], "test": ["test"]}  # purpose -> the extras it needs beside the dependencies
@@ -76,7 +80,11 @@ def lacking(purpose: str) -> list[str]:
 def check(purpose: str) -> None:
     """Raise ValueError, naming what is missing, unless this Python has what a purpose needs."""
     if missing := lacking(purpose):
-        raise ValueError(f"{sys.executable} lacks {', '.join(missing)}; see 'Offline GPU host' in README.md")
+        install = shlex.join([sys.executable, "-m", "pip", "install", *missing])
+        raise ValueError(
+            f"{sys.executable} lacks {', '.join(missing)}; type: {install}; without a network: make needs "
+            f"PYTHON={sys.executable}, and on as 'Offline GPU host' in README.md says"
+        )
 
 
 def needs(file: str) -> None:

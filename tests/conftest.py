@@ -1,6 +1,12 @@
-"""What every test may use: the ops, a device, and a skip that says why for tests that need a GPU."""
+"""What every test may use: the ops, a device, and a skip that says why for tests that need a GPU.
+
+Tests that count what they try (record_property "trust") stand for README's section on trust: `make trust` writes their
+counts to trust.txt. A count that differs from it fails the run, one that it lacks is told.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -10,6 +16,36 @@ hypothesis.settings.register_profile(
     "kvnb", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("kvnb")
+
+
+TRUST = Path(__file__).with_name("trust.txt")  # a line per test: its id, a tab, what it counted
+_counted: dict[str, str] = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--trust", metavar="FILE", help="write what tests counted there, beside what it holds")
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed:
+        for name, told in report.user_properties:
+            if name == "trust":
+                _counted[report.nodeid] = told
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):  # the process that gathers the reports sees all of them
+        return
+    asked = session.config.getoption("trust")
+    file = Path(asked) if asked else TRUST
+    known = dict(line.split("\t") for line in file.read_text().splitlines()) if file.is_file() else {}
+    if asked:
+        file.write_text("".join(f"{test}\t{told}\n" for test, told in sorted({**known, **_counted}.items())))
+    elif stale := [test for test, told in _counted.items() if known.get(test) != told]:
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.write_line(f"\n{TRUST.name} is older than {', '.join(stale)}: make trust, make readme", red=True)
+        if not known.keys().isdisjoint(stale):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import select
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvnb import build, paths
+from kvnb import build, machine, paths
 
 HANGING = 120  # s after which a build that takes a few counts as blocked
 LOAD = "from kvnb import build; build.load_for('cpu'); print('loaded')"
@@ -45,11 +47,15 @@ def built(built_once, tmp_path) -> Path:
     return shutil.copytree(built_once, tmp_path / "built")
 
 
-def start(code: str, cache: Path, **environment) -> subprocess.Popen:
-    """A fresh Python with a build cache of its own."""
-    env = {**os.environ, "PYTHONPATH": str(paths.ROOT), "KVNB_CACHE": str(cache), **environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+def start(code: str, cache: Path | str, stdin=None, **environment) -> subprocess.Popen:
+    """A fresh Python with a build cache of its own ("": the user's)."""
+    env = {**os.environ, "PYTHONPATH": python_path(paths.ROOT), "KVNB_CACHE": str(cache), **environment}
+    pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], env=env, **pipes)
+
+
+def python_path(*first: Path) -> str:
+    return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run(code: str, cache: Path, **environment) -> str:
@@ -106,6 +112,118 @@ def test_the_lock_that_a_dead_build_left_blocks_nothing(built):
     (library.parent / "lock").touch()
     run(USE, built)
     assert not (library.parent / "lock").exists()
+
+
+def test_who_waits_for_a_live_build_says_for_whom_and_a_dead_one_holds_nobody_up(built):
+    [folder] = (path.parent for path in libraries(built))
+    done = (folder / "complete").rename(folder / "done")
+    lock, builder = f"{folder}.filelock", folder / "builder"
+    holding = f"""
+        import os, pathlib, sys, filelock
+        with filelock.FileLock({lock!r}):
+            pathlib.Path({str(builder)!r}).write_text(str(os.getpid()))
+            print("held", flush=True)
+            sys.stdin.read()
+    """
+    holder = start(textwrap.dedent(holding), built, stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "held\n"
+    waiter = start(LOAD, built)
+    try:
+        assert select.select([waiter.stderr], [], [], HANGING)[0], "it waits in silence"
+        told = waiter.stderr.readline()
+        assert told == f"kvnb: waiting for process {holder.pid}, which builds {folder}; if it hangs, end it\n"
+        assert waiter.poll() is None
+        done.rename(folder / "complete")
+    finally:
+        holder.kill()  # the lock's file, and its number in `builder`, stay
+        holder.communicate()
+    assert output(waiter) == "loaded\n"
+    again = start(LOAD, built)
+    assert again.communicate(timeout=HANGING) == ("loaded\n", "")
+
+
+def test_a_truncated_library_is_built_anew(built):
+    """Loading one would end Python with a bus error."""
+    [library] = libraries(built)
+    os.truncate(library, 3000)
+    run(USE, built)
+
+
+def test_a_library_that_does_not_load_is_named_with_the_line_that_removes_it(built):
+    """As one copied from another machine; or torch's, rebuilt under the same version."""
+    [library] = libraries(built)
+    library.write_bytes(b"?" * library.stat().st_size)
+    message = refusal("build.load_for('cpu')", built)
+    assert message.startswith(f"{library} does not load")
+    assert "invalid ELF header" in message or sys.platform != "linux"
+    subprocess.run(["sh", "-c", re.search(r"to build it anew, type: (rm -r .*)\)", message)[1]], check=True)
+    assert not library.parent.exists()
+
+
+def test_unlike_machines_torches_and_compilers_share_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "_loaded", {})
+    here = build._library("kvnb_cpu").folder
+    (tmp_path / "compiler").write_text("#!/bin/sh\necho another compiler\n")
+    (tmp_path / "compiler").chmod(0o755)
+    for target, name, value in (
+        (torch, "__version__", "2.11.0+other"),
+        (build.sysconfig, "get_platform", lambda: "linux-aarch64"),
+        (build.platform, "libc_ver", lambda: ("glibc", "2.17")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            assert build._library("kvnb_cpu").folder != here, name
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    assert build._library("kvnb_cpu").folder != here
+
+
+def test_a_home_with_a_space_and_arch_in_it(tmp_path):
+    """Cache, csrc/ and torch itself: torch quotes its own library folder nowhere, and reads "arch" as a flag."""
+    home = tmp_path / "my arch 'home'"
+    home.mkdir()
+    shutil.copytree(paths.CSRC, home / "csrc")
+    (home / "site").symlink_to(Path(torch.__file__).parent.parent)
+    code = f"from pathlib import Path; from kvnb import paths; paths.CSRC = Path({str(home / 'csrc')!r}); {USE}"
+    code += "import torch; print(torch.__file__, paths.CACHE)"
+    out = run(code, "", HOME=str(home), XDG_CACHE_HOME="", PYTHONPATH=python_path(home / "site", paths.ROOT))
+    assert out.count(str(home)) == 2
+
+
+@pytest.mark.gpu
+def test_a_home_with_a_space_and_arch_in_it_for_cuda(tmp_path):
+    home = tmp_path / "my arch home"
+    toolkit = home / "toolkit"
+    home.mkdir()
+    toolkit.symlink_to(build._cuda_home())
+    shutil.copytree(paths.CSRC, home / "csrc")
+    code = f"""
+        from pathlib import Path
+        import torch
+        from kvnb import build, paths
+        paths.CSRC = Path({str(home / "csrc")!r})
+        build.load_for("cuda")
+        cache = torch.zeros(2, 4, 1, 1, device="cuda")
+        row = torch.ones(1, 1, 1, device="cuda")
+        torch.ops.kvnb.copy(row, row, cache, cache.clone(), torch.tensor([5], device="cuda"))
+        print(cache.sum().item())
+    """
+    assert run(textwrap.dedent(code), home / "cache", CUDA_HOME=str(toolkit)) == "1.0\n"
+
+
+def test_a_second_try_in_the_same_process_builds(cache, tmp_path):
+    """As in a notebook, once the compiler is mended."""
+    (tmp_path / "compiler").write_text("#!/bin/sh\n[ $# = 1 ] && echo broken || exit 1\n")
+    (tmp_path / "compiler").chmod(0o755)
+    code = f"""
+        import os
+        from kvnb import build
+        os.environ["CXX"] = {str(tmp_path / "compiler")!r}
+        assert build.problem("cpu").startswith("building kvnb_cpu in ")
+        os.environ["CXX"] = {shutil.which(os.environ.get("CXX", "c++"))!r}
+        build.load_for("cpu")
+        print("loaded")
+    """
+    assert run(textwrap.dedent(code), cache) == "loaded\n"
 
 
 def test_a_build_killed_half_way_does_not_block_the_next(cache, tmp_path):
@@ -231,33 +349,94 @@ def test_editing_csrc_makes_another_library(built, tmp_path):
     assert first.items() <= libraries(built).items()
 
 
+# ------------------------------------------------------------------ faults that end before anything is built or loaded
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """This very process, on a machine where nothing is built."""
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(build, "_loaded", {})
+    yield
+    for function in (build._ninja, build._cuda_home, build._cuda_toolkit, build.problem):
+        function.cache_clear()
+
+
+def script(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_ninja_the_message_says_what_to_type_and_what_is_built_still_loads(fresh, monkeypatch, tmp_path):
+    build._ninja.cache_clear()
+    monkeypatch.setenv("PATH", str(tools(tmp_path, leave_out=("ninja",))))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(build.BuildError, match=f"ninja is not installed; type: {tmp_path}/python -m pip install ninja"):
+        build.load_for("cpu")
+    library = build._library("kvnb_cpu")
+    library.file.write_bytes(b"built")
+    library.complete.write_text("5")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    build.load_for("cpu")
+    assert build._loaded == {"kvnb_cpu": library.key}
+
+
+def test_a_compiler_that_is_too_old_is_named(fresh, monkeypatch, tmp_path):
+    real = shutil.which(os.environ.get("CXX", "c++"))
+    words = "c++: error: unrecognized command line option '-std=c++20'; did you mean '-std=c++2a'?"  # gcc 7's
+    old = script(tmp_path / "g++-7", f'case "$*" in *-std=c++*) echo "{words}" >&2; exit 1;; esac; exec {real} "$@"')
+    monkeypatch.setenv("CXX", old)
+    with pytest.raises(build.BuildError, match=r"g\+\+-7 is too old; install a newer one and name it: CXX=g\+\+-14"):
+        build.load_for("cpu")
+
+
 # ------------------------------------------------------------------------- what a CUDA build needs, told without a GPU
 
 
 @pytest.fixture
-def gpu_machine(monkeypatch, tmp_path):
+def gpu_machine(fresh, monkeypatch, tmp_path):
     """torch as on a machine with a GPU (sm_90, CUDA 13.0) and a toolkit of that version, as far as build asks."""
-    for cached in (build._cuda_home, build._cuda_toolkit, build.problem):
+    for cached in (build._cuda_home, build._cuda_toolkit, build.problem, machine._listed_gpus):
         cached.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Test GPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    (tmp_path / "driver").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "driver"), prepend=os.pathsep)
+    script(tmp_path / "driver" / "nvidia-smi", "exit 9")
     fake_nvcc(tmp_path, "13.0")
     yield
-    for cached in (build._cuda_home, build._cuda_toolkit, build.problem):
-        cached.cache_clear()
+    machine._listed_gpus.cache_clear()
 
 
 def fake_nvcc(folder: Path, release: str) -> None:
     nvcc = folder / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True, exist_ok=True)
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
-    nvcc.chmod(0o755)
+    script(nvcc, f"echo 'Cuda compilation tools, release {release}, V{release}.1'")
     header = folder / "toolkit" / "include" / "cuda_runtime.h"
     header.parent.mkdir(exist_ok=True)
     header.touch()
+
+
+@pytest.fixture
+def a_gpu_in_the_machine(gpu_machine, tmp_path):
+    script(tmp_path / "driver" / "nvidia-smi", "echo 'GPU 0: Test GPU (UUID: GPU-1)'; echo 'GPU 1: B (UUID: GPU-2)'")
+
+
+@pytest.fixture
+def real_nvcc(gpu_machine, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_HOME")
+    try:
+        version = build._version_of(str(build._cuda_home() / "bin" / "nvcc"))
+    except build.BuildError as error:
+        pytest.skip(f"needs nvcc: {error}")
+    monkeypatch.setattr(torch.version, "cuda", re.search(r"release ([\d.]+)", version)[1])
 
 
 def test_a_fitting_toolkit_is_taken(gpu_machine):
@@ -266,29 +445,44 @@ def test_a_fitting_toolkit_is_taken(gpu_machine):
 
 def test_torch_without_cuda_is_named(gpu_machine, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(build.BuildError, match=r"torch .* is built without CUDA.*type: pip install"):
+    with pytest.raises(build.BuildError, match=r"torch .* is built without CUDA, and no NVIDIA GPU was found here"):
         build.load_for("cuda")
 
 
-def test_torch_without_cuda_beside_a_gpu_says_so(gpu_machine, monkeypatch, tmp_path):
+def test_torch_without_cuda_beside_a_gpu_says_what_to_type(a_gpu_in_the_machine, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\n")
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(build.BuildError, match="although this machine has an NVIDIA GPU"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = (
+        r"this machine has Test GPU, B, but torch .* is built without CUDA; type: .* -m pip install --force-reinstall"
+    )
+    with pytest.raises(build.BuildError, match=told):
+        build.load_for("cuda")
+    with pytest.raises(ValueError, match=f"device 'cuda:7' is not here; valid: auto, cpu.*; {told}"):
+        machine.resolve_device("cuda:7")
+    with pytest.warns(UserWarning, match=f"measuring the CPU: {told}"):
+        assert machine.resolve_device("auto").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a CPU is what was asked for
+    assert machine.gpu_unused() is None
+
+
+def test_a_driver_too_old_for_torch_is_named(a_gpu_in_the_machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(build.BuildError, match=r"but torch .* for CUDA 13\.0 cannot use it: update the driver"):
         build.load_for("cuda")
 
 
 def test_a_gpu_that_torch_does_not_see_is_named(gpu_machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(build.BuildError, match="torch sees no CUDA GPU"):
+    with pytest.raises(build.BuildError, match="sees no CUDA GPU, and no NVIDIA GPU was found here"):
         build.load_for("cuda")
 
 
-def test_a_gpu_before_sm_75_is_named(gpu_machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
-    with pytest.raises(build.BuildError, match="Test GPU is sm_70; kvnb needs sm_75 or later"):
+def test_a_gpu_before_sm_75_is_named_wherever_it_sits(gpu_machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: [(9, 0), (7, 0)][i])
+    with pytest.raises(
+        build.BuildError, match="GPU 1, Test GPU, is sm_70, and kvnb needs sm_75.*CUDA_VISIBLE_DEVICES="
+    ):
         build.load_for("cuda")
 
 
@@ -297,14 +491,40 @@ def test_a_missing_toolkit_is_named(gpu_machine, monkeypatch, lacks):
     """nvcc alone, as some containers have it, compiles nothing."""
     is_file = Path.is_file
     monkeypatch.setattr(Path, "is_file", lambda path: path.name != lacks and is_file(path))
-    with pytest.raises(build.BuildError, match=r"no CUDA toolkit with nvcc .*install .*CUDA 13\.0.*set CUDA_HOME"):
+    told = (
+        r"no CUDA toolkit with nvcc .*install CUDA 13\.0.*CUDA_HOME=.* -m pip install 'cuda-toolkit\[nvcc.*==13\.0\.\*'"
+    )
+    with pytest.raises(build.BuildError, match=told):
         build.load_for("cuda")
 
 
 def test_a_toolkit_of_another_major_is_named(gpu_machine, tmp_path):
     fake_nvcc(tmp_path, "12.4")
-    with pytest.raises(build.BuildError, match=r"release 12\.4.*torch is built for CUDA 13\.0.*set CUDA_HOME"):
+    told = r"release 12\.4.*torch is built for CUDA 13\.0.*name a CUDA 13 toolkit: CUDA_HOME=/usr/local/cuda-13\.\d"
+    with pytest.raises(build.BuildError, match=told):
         build.load_for("cuda")
+
+
+def test_a_gpu_newer_than_the_toolkit_is_named(real_nvcc, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (99, 0))
+    told = r"nvcc fails: nvcc is older than this GPU; install a newer CUDA .* CUDA_HOME=(.|\n)*'compute_990'"
+    with pytest.raises(build.BuildError, match=told):
+        build._build_all([build._library("kvnb_cuda")])
+
+
+def test_a_gcc_that_nvcc_does_not_take_is_named(real_nvcc, monkeypatch, tmp_path):
+    """CXX chooses nvcc's compiler too, also from a folder with a space."""
+    (tmp_path / "my arch tools").mkdir()
+    real = shutil.which(os.environ.get("CXX", "c++"))
+    new = script(tmp_path / "my arch tools" / "g++-99", f'exec {real} -U__GNUC__ -D__GNUC__=99 "$@"')
+    monkeypatch.setenv("CXX", new)
+    told = r"this nvcc takes no .*g\+\+-99; install an older one and name it: CXX=g\+\+-14\n(.|\n)*unsupported"
+    with pytest.raises(build.BuildError, match=told):
+        build._build_all([build._library("kvnb_cuda")])
+
+
+def test_nvcc_that_takes_compiler_and_gpu_is_let_through(real_nvcc):
+    build._try_nvcc(build._library("kvnb_cuda"))
 
 
 def test_copies_carry_the_reason_as_their_own(gpu_machine, monkeypatch):

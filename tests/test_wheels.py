@@ -106,7 +106,18 @@ def test_what_is_there_but_too_old_is_missing_and_torchs_own_needs_are_not(monke
     assert "sympy" not in missing  # torch's
 
 
-@pytest.mark.parametrize(("lacks", "code"), [([], None), (["typer==1"], f"{sys.executable} lacks typer==1")])
+def test_a_python_without_pip_is_told_how_to_get_it():
+    command = [sys.executable, "-S", "-E", "-m", "kvnb.wheels", "check", "report"]  # -S: no packages at all
+    done = wheels.subprocess.run(command, cwd=wheels.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{sys.executable} has no pip; type: {sys.executable} -m ensurepip")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("lacks", "code"),
+    [([], None), (["typer==1"], f"{sys.executable} lacks typer==1; type: .* -m pip install typer==1; ")],
+)
 def test_check_names_what_is_missing(monkeypatch, lacks, code):
     monkeypatch.setattr(wheels, "lacking", lambda purpose: lacks)
     if code is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvnb import paths
+from kvnb.problem.case import CASE_FIELDS, Case
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "wrong", "unsupported", "out_of_memory", "error")
@@ -26,7 +29,7 @@ _COLUMNS = [
     ("state", pa.string(), "", "what the caches held before the call"),
     ("worker", pa.int32(), "", "process number, from 0; -1 in rows that were not measured"),
     ("round", pa.int32(), "", "randomised pass over the case's copies, from 0"),
-    ("sample", pa.int32(), "", "measured time within the round, from 0"),
+    ("sample", pa.int32(), "", "measured time within the round, from 0; higher where a disturbed visit was retaken"),
     ("seconds", pa.float64(), "s", "time of one call; null unless status is ok"),
     ("status", pa.string(), "", "ok, wrong, unsupported, out_of_memory or error"),
     ("reason", pa.string(), "", "why status is not ok"),
@@ -81,7 +84,10 @@ MACHINE_FIELDS = (
     "dirty",
     "utc",
 )
+SAME_MACHINE = tuple(name for name in MACHINE_FIELDS if name != "utc")  # what samples told of together must share
 CELL_FIELDS = ("policy", "part", "timer", "state")
+SAMPLE_FIELDS = ("run_id", *CASE_FIELDS, "copy", *CELL_FIELDS, "worker", "round", "sample")  # no two rows share them
+NULLABLE = {"seconds", "launches", "calls", "graphs", "sm_clock_mhz", "throttled", "dirty"}
 
 
 class RunFileError(ValueError):
@@ -91,11 +97,15 @@ class RunFileError(ValueError):
 def write(rows: list[dict] | pa.Table, path: Path) -> Path:
     """Write rows as a run file, complete or not at all: a temporary name beside `path`, then a rename.
 
-    Raises RunFileError for a row that lacks a column, has an unknown one, or carries an unknown status.
+    Raises RunFileError for a row that lacks a column, has an unknown one, or carries an unknown status, and where the
+    file cannot be written: nothing is left of it then, and a file that was there is as it was.
     """
-    table = rows if isinstance(rows, pa.Table) else _table(rows)
-    with paths.whole(path) as partial:
-        pq.write_table(table.cast(SCHEMA), partial, compression="zstd", compression_level=9)
+    table = (rows if isinstance(rows, pa.Table) else _table(rows)).cast(SCHEMA)
+    try:
+        with paths.whole(path) as partial:
+            pq.write_table(table, partial, compression="zstd", compression_level=9, write_page_checksum=True)
+    except OSError as error:
+        raise RunFileError(f"{path} cannot be written ({error}): make room, or choose another folder") from error
     return path
 
 
@@ -118,27 +128,90 @@ def save(samples, path: str | Path) -> Path:
 
 
 def read(path: Path) -> pa.Table:
-    """The samples of one run file, of schema version 1 as of 2. Raises RunFileError where it is not a complete one."""
+    """The samples of one run file, of schema version 1 as of 2. Raises RunFileError where it is not a complete one, or
+    not as kvnb writes it: the message names the file and how to mend or replace it."""
     table = _table_in(path)
     if table.schema.names == [name for name in SCHEMA.names if name != "padded"]:
         table = _from_version_1(table)
     if table.schema.names != SCHEMA.names:
-        odd = sorted(set(table.schema.names) ^ set(SCHEMA.names))
+        odd = sorted(set(table.schema.names) ^ set(SCHEMA.names)) or "their order"
         raise RunFileError(f"{path} is not a run file of schema version {SCHEMA_VERSION}: columns differ in {odd}")
-    versions = set(table["schema_version"].to_pylist())
-    if versions - {SCHEMA_VERSION}:
-        raise RunFileError(f"{path} has schema version {versions}, this kvnb reads {SCHEMA_VERSION}; measure again")
+    versions = sorted(set(table["schema_version"].to_pylist()) - {SCHEMA_VERSION}, key=str)
+    if versions:
+        newer = all(isinstance(version, int) and version > SCHEMA_VERSION for version in versions)
+        advice = "read it with the kvnb that wrote it, or a newer one" if newer else "measure again"
+        raise RunFileError(f"{path} has schema version {versions}, this kvnb reads {SCHEMA_VERSION}; {advice}")
+    if table.schema.types != SCHEMA.types:
+        raise RunFileError(f"{path} {_other_types(table, path)}")
+    wrong = _missing_values(table) or _wrong_values(table) or _mixed_up(table)
+    if wrong:
+        raise RunFileError(f"{path} {wrong}; {_instead(path)}")
     return table
+
+
+def _other_types(table: pa.Table, path: Path) -> str:
+    odd = ", ".join(field.name for field in SCHEMA if table.schema.field(field.name).type != field.type)
+    code = f"import pandas; from kvnb.bench.results import save; f = {str(path)!r}; save(pandas.read_parquet(f), f)"
+    return f"has other types in {odd}, as other tools write them; this mends it: python -c {shlex.quote(code)}"
+
+
+def _instead(path: Path) -> str:
+    """What to type to get a sound file in the place of this one."""
+    if path.parent.suffix == ".parts":
+        return f"`rm {path}`, and the command that began the run measures this case again"
+    if paths.RECORDED in path.resolve().parents:
+        return f"`git checkout -- {path}` brings back the recorded one"
+    return f"`rm {path}`, and measure again: `make measure RUN={path.stem}` with the GRID it had"
+
+
+def _missing_values(table: pa.Table) -> str:
+    if not len(table):
+        return "holds no row"
+    lacking = [name for name in SCHEMA.names if name not in NULLABLE and table[name].null_count]
+    return f"lacks values in {', '.join(lacking)}" if lacking else ""
+
+
+def _wrong_values(table: pa.Table) -> str:
+    unknown = set(table["status"].unique().to_pylist()) - set(STATUSES)
+    if unknown:
+        return f"holds status {', '.join(map(repr, sorted(unknown)))}, not one of {', '.join(STATUSES)}"
+    timed = pc.fill_null(pc.is_finite(table["seconds"]), False)
+    fine = pc.equal(table["status"], "ok")
+    if not pc.all(pc.equal(timed, fine)).as_py() or not pc.all(pc.equal(table["seconds"].is_valid(), fine)).as_py():
+        return "has seconds where status is not ok, or none where it is"
+    for case in table.select(CASE_FIELDS).group_by(CASE_FIELDS).aggregate([]).to_pylist():
+        try:
+            Case(**case)
+        except ValueError as error:
+            return f"holds a case that cannot be: {error}"
+    return ""
+
+
+def _mixed_up(table: pa.Table) -> str:
+    """Whether one run's rows contradict each other: two machines, two versions of a copy, one sample twice."""
+    for_all = table.group_by(["run_id", *SAME_MACHINE, "utc", "grid"]).aggregate([])
+    if len(for_all) > len(for_all["run_id"].unique()):
+        varying = [name for name in (*SAME_MACHINE, "utc", "grid") if len(for_all[name].unique()) > 1]
+        return f"holds one run with more than one {varying[0]}"
+    versions = table.group_by(["run_id", "copy"]).aggregate([("copy_version", "count_distinct")])
+    twice = versions.filter(pc.greater(versions["copy_version_count_distinct"], 1))["copy"].to_pylist()
+    if twice:
+        return f"holds two versions of {twice[0]}: it was resumed after an edit; measure it anew"
+    often = table.group_by([*SAMPLE_FIELDS, "status"]).aggregate([([], "count_all")])
+    again = pc.sum(pc.subtract(often["count_all"], 1)).as_py()
+    return f"holds {again} samples twice" if again else ""
 
 
 def _table_in(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
-        return pq.read_table(path, partitioning=None, columns=columns)
+        return pq.read_table(path, partitioning=None, columns=columns, page_checksum_verification=True)
     except PermissionError as error:
         raise RunFileError(f"{path} may not be read: {error}") from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
-        advice = "give a run file, or, if a run left it so, delete it and measure again"
-        raise RunFileError(f"{path} is not a complete run file ({error}): {advice}") from error
+        why = (str(error).strip().splitlines() or [""])[0]
+        raise RunFileError(
+            f"{path} is not a complete run file ({why}): give a run file, or, if a run left it so, {_instead(path)}"
+        ) from error
 
 
 def _from_version_1(table: pa.Table) -> pa.Table:
@@ -152,14 +225,17 @@ def _from_version_1(table: pa.Table) -> pa.Table:
 
 def first(path: str | Path) -> dict:
     """run_id, utc, grid and the machine of a run file, from its first row. Raises RunFileError for another file."""
-    return _table_in(Path(path), ["run_id", "utc", "grid", *MACHINE_FIELDS]).slice(0, 1).to_pylist()[0]
+    rows = _table_in(Path(path), ["run_id", "utc", "grid", *MACHINE_FIELDS]).slice(0, 1).to_pylist()
+    if not rows:
+        raise RunFileError(f"{path} holds no row; {_instead(Path(path))}")
+    return rows[0]
 
 
 def load(*paths: str | Path):
     """Samples of one or more run files of one machine as a DataFrame: one row per sample, the columns of SCHEMA.
 
-    Raises RunFileError for a missing or foreign file, and for files of different GPUs, torch versions or commits:
-    load those one by one and compare cells.
+    Raises RunFileError for a missing or foreign file, and for files that differ in anything of the machine or in a
+    copy's version: load those one by one and compare cells.
     """
     import pandas as pd
 
@@ -171,11 +247,15 @@ def load(*paths: str | Path):
             raise RunFileError(f"{path} does not exist; run files lie in data/local and data/recorded")
         frames.append(read(path).to_pandas())
     samples = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-    for name in ("gpu_uuid", "cpu", "torch", "kvnb_commit"):
+    for name in SAME_MACHINE:
         if samples[name].nunique(dropna=False) > 1:
-            raise RunFileError(
-                f"these run files differ in {name} ({', '.join(map(str, samples[name].unique()))}): load each alone"
-            )
+            found = ", ".join(map(str, samples[name].unique()))
+            raise RunFileError(f"these run files differ in {name} ({found}): load each alone")
+    versions = samples.groupby("copy", observed=True)["copy_version"].nunique()
+    if (versions > 1).any():
+        copy = versions.idxmax()
+        found = ", ".join(samples.loc[samples["copy"] == copy, "copy_version"].unique())
+        raise RunFileError(f"these run files differ in the version of {copy} ({found}): load each alone")
     return samples
 
 

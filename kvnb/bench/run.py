@@ -3,15 +3,24 @@
 Workers are separate processes with allocations of their own, alive side by side and measuring one at a time. The
 parent makes no CUDA context. A case's rows are written to `<run>.parts/` when every worker has had its turn; a killed
 run goes on from there, on the same machine. A worker that dies costs the cell it was at.
+
+The folder of parts holds `lock` and `owner` (who measures), `settings.json` (what was asked for), a file per finished
+case and, at the very end, `published`, which becomes the run file by a rename. All of it is written under a temporary
+name first, so that a kill at any moment leaves whole files only.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
+import os
+import platform
 import shutil
+import signal
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
@@ -25,10 +34,10 @@ from kvnb import copies as all_copies
 from kvnb import machine, paths
 from kvnb.bench import results
 from kvnb.copies.base import GPU_TIMERS
-from kvnb.problem.case import Case, grid, timings
+from kvnb.problem.case import CASE_FIELDS, Case, grid, timings
 
+START = "spawn"  # how a worker begins: with allocations and a CUDA context of its own
 STOP_SECONDS = 10  # for a worker to end by itself
-SAME_MACHINE = ("gpu_uuid", "cpu", "torch", "kvnb_commit")  # what a resumed run must share with its first part
 
 
 @dataclass(frozen=True)
@@ -66,18 +75,46 @@ def measure(
     those that do), and where an earlier run of that name asked for something else or ran on another machine.
     """
     settings, path = planned(device, grid, copies, timers, run, workers, rounds, path, copies_from)
-    if path.exists():
-        return path
     parts = path.with_suffix(".parts")
-    parts.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(parts / "lock", timeout=0):
+    if path.exists() and not parts.exists():
+        return path
+    with _claimed(parts, path):
+        _refuse_other_run(settings, path)  # again: another process may have begun or ended it meanwhile
+        if not path.exists():
+            if not (parts / "settings.json").exists():
+                _write_text(parts / "settings.json", settings.text)
             _measure_parts(settings, parts)
             _publish(parts, path)
-    except Timeout:
-        raise ValueError(f"another process measures into {path}; wait for it or choose another run name") from None
-    shutil.rmtree(parts)
+        shutil.rmtree(parts)
     return path
+
+
+@contextmanager
+def _claimed(parts: Path, path: Path) -> Iterator[None]:
+    """Hold the run for this process. Raises ValueError where another one does, or where nothing can be written."""
+    owner = parts / "owner"
+    lock = FileLock(parts / "lock", timeout=0)
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        named = owner.read_text() if owner.exists() else "another process"
+        raise ValueError(f"{named} measures into {path}; wait for it or choose another run name") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error}): choose another folder; nothing was measured") from error
+    try:
+        _write_text(owner, f"process {os.getpid()} on {platform.node()}")
+        yield
+    finally:
+        lock.release()
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        with paths.whole(path) as partial:
+            partial.write_text(text)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error}): make room there; nothing was measured") from error
 
 
 def planned(device, grid, copies, timers, run, workers, rounds, path=None, copies_from=None) -> tuple[Settings, Path]:
@@ -85,6 +122,12 @@ def planned(device, grid, copies, timers, run, workers, rounds, path=None, copie
     settings = _checked(device, grid, copies, timers, workers, rounds, copies_from)
     run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
     path = Path(path) if path else paths.LOCAL / f"{run}.parquet"
+    _refuse_other_run(settings, path)
+    return settings, path
+
+
+def _refuse_other_run(settings: Settings, path: Path) -> None:
+    """Raise ValueError where `path`, or its parts, are those of a run that these settings do not describe."""
     asked = path.with_suffix(".parts") / "settings.json"
     if path.exists():
         _refuse_other_contents(results.read(path), settings, path)
@@ -93,7 +136,6 @@ def planned(device, grid, copies, timers, run, workers, rounds, path=None, copie
             f"{asked.parent} holds a run that was cut off and asked for {asked.read_text()}; resume it with these, "
             "choose another run name, or delete that folder"
         )
-    return settings, path
 
 
 def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) -> Settings:
@@ -122,41 +164,66 @@ def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) ->
 
 def _measure_parts(settings: Settings, parts: Path) -> None:
     """Measure every case that has no part yet."""
-    (parts / "settings.json").write_text(settings.text)
     cases = grid(settings.grid, _type(settings.device))
-    done = {int(part.stem) for part in parts.glob("*.parquet")}
-    workers = [Worker(number, settings) for number in range(settings.workers)]
+    done = _finished(settings, cases, parts)
+    if len(done) == len(cases):
+        return
+    workers: list[Worker] = []
     try:
+        for number in range(settings.workers):
+            workers.append(Worker(number, settings))
         about = workers[0].greet()
-        first = _first_row(parts)
-        run_id, utc = (first["run_id"], first["utc"]) if first else (uuid.uuid4().hex[:12], about["utc"])
-        if first:
-            _refuse_other_machine(first, about, parts)
+        first = next(iter(done.values()), about | {"run_id": uuid.uuid4().hex[:12]})
+        _refuse_other_machine(first, about, parts)
+        common = {**about, "utc": first["utc"], "run_id": first["run_id"], "grid": settings.grid}
+        common["schema_version"] = results.SCHEMA_VERSION
         form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        with tqdm(
-            total=len(cases) * len(workers), initial=len(done) * len(workers), bar_format=form, mininterval=0.5
-        ) as bar:
+        total = len(cases) * len(workers)
+        with tqdm(total=total, initial=len(done) * len(workers), bar_format=form, mininterval=0.5) as bar:
             for number, case in enumerate(cases):
                 if number in done:
                     continue
                 rows = [row for worker in workers for row in worker.measure(number, case, bar)]
-                common = {
-                    **about,
-                    "utc": utc,
-                    "run_id": run_id,
-                    "schema_version": results.SCHEMA_VERSION,
-                    "grid": settings.grid,
-                }
-                results.write([{**row, **common} for row in _once(rows)], parts / f"{number:04d}.parquet")
+                with _keeping(parts):
+                    results.write([{**row, **common} for row in _once(rows)], parts / f"{number:04d}.parquet")
     finally:
         for worker in workers:
             worker.stop()
 
 
+def _finished(settings: Settings, cases: list[Case], parts: Path) -> dict[int, dict]:
+    """Number and first row of every case that has its part. Raises RunFileError for a part that is damaged, not this
+    run's, or measured with another version of a copy."""
+    done: dict[int, dict] = {}
+    versions = {name: all_copies.REGISTRY[name].version for name in settings.copies}
+    for part in sorted(parts.glob("*.parquet")):
+        table = results.read(part)
+        number = int(part.stem) if part.stem.isdecimal() else len(cases)
+        held = table.select(CASE_FIELDS).group_by(CASE_FIELDS).aggregate([]).to_pylist()
+        if [case.fields() for case in cases[number : number + 1]] != held:
+            raise results.RunFileError(f"{part} is no part of this run: `rm {part}`, and the same call goes on")
+        row = table.slice(0, 1).to_pylist()[0]
+        _refuse_other_machine(next(iter(done.values()), row), row, parts)
+        for copy, version in {*zip(table["copy"].to_pylist(), table["copy_version"].to_pylist(), strict=True)}:
+            _refuse_other(f"version of {copy}", version, versions.get(copy), parts)
+        done[number] = row
+    return done
+
+
 def _refuse_other_contents(table: pa.Table, settings: Settings, path: Path) -> None:
     """A finished run stands for a call that asks for no more than it holds."""
-    for name, wanted in (("grid", {settings.grid}), ("copy", set(settings.copies))):
-        lacks = ", ".join(sorted(wanted - set(table[name].to_pylist())))
+    device = _type(settings.device)
+    cases = grid(settings.grid, device)
+    timers = {timer for case in cases for timer, _ in timings(settings.grid, case, device)}
+    for name, wanted, held in (
+        ("grid", {settings.grid}, set(table["grid"].to_pylist())),
+        ("device", {device}, {"cuda" if gpu else "cpu" for gpu in table["gpu"].unique().to_pylist()}),
+        ("copy", set(settings.copies), set(table["copy"].to_pylist())),
+        ("timer", timers & set(settings.timers), set(table["timer"].to_pylist())),
+        ("worker", set(range(settings.workers)), set(table["worker"].to_pylist())),
+        ("round", set(range(settings.rounds)), set(table["round"].to_pylist())),
+    ):
+        lacks = ", ".join(map(str, sorted(wanted - held)))
         if lacks:
             raise ValueError(f"{path} is a finished run without {name} {lacks}; choose another run name")
 
@@ -165,19 +232,17 @@ def _type(device: str) -> str:
     return device.split(":")[0]
 
 
-def _first_row(parts: Path) -> dict | None:
-    for part in sorted(parts.glob("*.parquet")):
-        return results.read(part).slice(0, 1).to_pylist()[0]
-    return None
+def _refuse_other_machine(first: dict, here: dict, parts: Path) -> None:
+    for name in results.SAME_MACHINE:
+        _refuse_other(name, first[name], here[name], parts)
 
 
-def _refuse_other_machine(first: dict, about: dict, parts: Path) -> None:
-    for name in SAME_MACHINE:
-        if first[name] != about[name]:
-            raise ValueError(
-                f"{parts} was begun with {name} {first[name]!r}, this is {about[name]!r}: resume it there, choose "
-                "another run name, or delete that folder"
-            )
+def _refuse_other(name: str, first: object, here: object, parts: Path) -> None:
+    if first != here:
+        raise ValueError(
+            f"{parts} was begun with {name} {first!r}, this is {here!r}: resume it there, choose another run name, or "
+            "delete that folder"
+        )
 
 
 def _once(rows: list[dict]) -> list[dict]:
@@ -196,7 +261,18 @@ def _once(rows: list[dict]) -> list[dict]:
 
 def _publish(parts: Path, path: Path) -> None:
     tables = [results.read(part) for part in sorted(parts.glob("*.parquet"))]
-    results.write(pa.concat_tables(tables), path)
+    with _keeping(parts):
+        os.replace(results.write(pa.concat_tables(tables), parts / "published"), path)
+
+
+@contextmanager
+def _keeping(parts: Path) -> Iterator[None]:
+    """Around what writes measurements: where that fails, say that finished ones are not lost."""
+    try:
+        yield
+    except (OSError, results.RunFileError) as error:
+        kept = f"{len([*parts.glob('*.parquet')])} finished cases stay in {parts}, and the same run name goes on there"
+        raise results.RunFileError(f"{error}; {kept}") from error
 
 
 class Worker:
@@ -207,7 +283,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context(START)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
         self._process.start()
@@ -219,7 +295,7 @@ class Worker:
         if not self._greeted:
             try:
                 kind, self.machine = self._pipe.recv()
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):
                 self._process.join()
                 raise RuntimeError(
                     f"worker {self.number} died while it started (exit code {self._process.exitcode}); a script that "
@@ -231,56 +307,63 @@ class Worker:
         return self.machine
 
     def measure(self, number: int, case: Case, bar: tqdm) -> list[dict]:
-        """Rows of a case. A cell that kills the process or its device becomes an error row; the rest is tried anew."""
+        """Rows of a case. What kills the process or its device becomes error rows; the rest is tried anew.
+
+        Raises RuntimeError where the process dies twice before it says what it would measure.
+        """
         lost: list[dict] = []
-        skip: set[tuple] = set()
+        early = 0
+        progress = bar.n
         while True:
-            progress = bar.n
-            if self._greeted and not self._process.is_alive():  # killed while others measured
-                self.stop()
-                self._start()
             self.greet()
-            self._pipe.send((case, number * self.settings.workers + self.number, skip))
-            rows, failed = self._receive(case, bar)
-            if failed is None:
+            rows, failed = self._try(case, number, {_key(row) for row in lost}, bar)
+            if rows is not None:
                 bar.update(max(0.0, min(progress + 1, bar.total) - bar.n))
                 return [{**row, "worker": self.number} for row in [*lost, *rows]]
-            lost.append(failed)
-            skip.add(_key(failed))
-            self.stop()
-            self._start()
+            early += not failed  # it may have been killed while others measured
+            if early > 1:
+                raise RuntimeError(f"worker {self.number} died twice before its first cell of {case}: {self._death}")
+            lost += failed
+            self._replace()
 
-    def _receive(self, case: Case, bar: tqdm) -> tuple[list[dict], dict | None]:
-        """(rows, None), or (nothing, the row of the cell that took the process along)."""
-        at = None
-        while True:
-            try:
+    def _try(self, case: Case, number: int, skip: set[tuple], bar: tqdm) -> tuple[list[dict] | None, list[dict]]:
+        """(rows, nothing), or (None, rows of what took the process along: a cell, or all before the first)."""
+        at: list[dict] = []
+        try:
+            self._pipe.send((case, number * self.settings.workers + self.number, skip))
+            while True:
                 kind, *content = self._pipe.recv()
-            except EOFError:
-                self._process.join()
-                if at is None:
-                    raise RuntimeError(
-                        f"worker {self.number} died before its first cell (exit code {self._process.exitcode})"
-                    ) from None
-                return [], {
-                    **at,
-                    "status": "error",
-                    "reason": f"the worker process died (exit code {self._process.exitcode})",
-                }
-            if kind == "visit":
-                at, share = content
-                bar.set_description(f"{case}, {at['copy']}", refresh=False)
-                bar.update(max(0.0, min(share, bar.total - bar.n - 1e-6)))
-            elif kind == "rows":
-                return content[0], None
-            else:
-                return [], content[0]
+                if kind == "cells":
+                    [at] = content
+                elif kind == "visit":
+                    at, share = [content[0]], content[1]
+                    bar.set_description(f"{case}, {at[0]['copy']}", refresh=False)
+                    bar.update(max(0.0, min(share, bar.total - bar.n - 1e-6)))
+                elif kind == "rows":
+                    return content[0], []
+                else:
+                    return None, content
+        except (EOFError, OSError):  # the other end is gone, between two messages or within one
+            self._process.join()
+            died = {"status": "error", "reason": f"the worker process died ({self._death})"}
+            return None, [row | died for row in at]
+
+    @property
+    def _death(self) -> str:
+        code = self._process.exitcode
+        if code == -signal.SIGKILL:
+            return f"exit code {code}: killed, as by a system out of memory"
+        return f"exit code {code}"
+
+    def _replace(self) -> None:
+        self.stop()
+        self._start()
 
     def stop(self) -> None:
-        """End the process: it leaves when the pipe closes, and is made to if it does not."""
+        """End the process: it leaves when the pipe closes, and is killed if it does not."""
         self._pipe.close()
         self._process.join(STOP_SECONDS)
-        self._process.terminate()
+        self._process.kill()
         self._process.join()
 
 
@@ -289,7 +372,11 @@ def _key(row: dict) -> tuple:
 
 
 def _serve(pipe, settings: Settings) -> None:
-    """The worker process: answers (case, seed, skip) with rows until the pipe closes."""
+    """The worker process: answers (case, seed, skip) with rows until the pipe closes.
+
+    Ctrl-C reaches the whole group of processes, and is the parent's to handle: a worker leaves when its pipe closes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     from kvnb.bench import timing
@@ -311,6 +398,7 @@ def _serve(pipe, settings: Settings) -> None:
             return
         cells, rows = cells_of(case, settings)
         cells = [cell for cell in cells if _key(timing.row_of(cell, case)) not in skip]
+        pipe.send(("cells", [timing.row_of(cell, case) for cell in cells]))
         visits = max(1, len(cells) * (2 + settings.rounds))
 
         def on_visit(cell, stage, case=case, visits=visits) -> None:
@@ -321,9 +409,10 @@ def _serve(pipe, settings: Settings) -> None:
         except timing.Poisoned as lost:
             pipe.send(("poisoned", lost.row))
             return
-        pipe.send(("rows", rows))
-        if device.type == "cuda":
+        if device.type == "cuda":  # before the next worker has its turn
+            gc.collect()
             torch.cuda.empty_cache()
+        pipe.send(("rows", rows))
 
 
 def cells_of(case: Case, settings: Settings):

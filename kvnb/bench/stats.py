@@ -23,6 +23,9 @@ LEAST_MARGIN = 0.02  # a difference of 2 % is not worth a verdict
 WIDEST_SAME = 0.10  # where the margin is wider, nothing is called SAME: the noise hides it
 LIMIT_BYTES = 32_000_000  # percent of limit.copy is quoted from here on
 LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict below this many times an empty event pair
+DRIFT = 0.02  # a clock that is off by less moves no time by more than LEAST_MARGIN
+LEAST_CLEAN = 2  # undisturbed rounds of each worker (all, where it has fewer) on which a verdict may rest
+CLOCK, UNWATCHED = "clock drift", "throttling not known"  # beside what NVML says, see machine.disturbances
 TOGETHER = 64  # groups whose bootstrap is drawn in one go
 VERDICTS = ["FASTER", "SLOWER", "SAME", "UNDECIDED"]
 NOISE = ("kvnb.again", "kvnb")  # one copy measured under two names
@@ -93,13 +96,31 @@ def _with_regime(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_round(samples: pd.DataFrame) -> pd.DataFrame:
-    """Median seconds of every round: CELL, worker, round, seconds; only cells whose every row is ok."""
+    """Median seconds of every round: CELL, worker, round, seconds, sm_clock_mhz, disturbed (by what; "": nothing).
+
+    Only of cells whose every row is ok.
+    """
     samples = _with_regime(samples)
     bad = samples.loc[samples["status"] != "ok", CELL].drop_duplicates()
     if len(bad):
         samples = samples.merge(bad.assign(bad=True), on=CELL, how="left")
         samples = samples[samples["bad"].isna()]
-    return samples.groupby([*CELL, "worker", "round"], sort=False, observed=True)["seconds"].median().reset_index()
+    grouped = samples.groupby([*CELL, "worker", "round"], sort=False, observed=True)
+    each = {"seconds": "median", "sm_clock_mhz": "median", "throttled": "first"}
+    rounds = grouped.agg(each).reset_index()
+    return rounds.assign(disturbed=_disturbed(rounds)).drop(columns="throttled")
+
+
+def _disturbed(rounds: pd.DataFrame) -> np.ndarray:
+    """What disturbed each round: what NVML said; a clock more than DRIFT off its place's median; nobody watching.
+
+    A round of a GPU is watched where NVML or the timer's clock probe could say that it was not throttled.
+    """
+    clock, said = rounds["sm_clock_mhz"].astype(float), rounds["throttled"]
+    usual = clock.groupby([rounds[name] for name in PLACE], observed=True).transform("median")
+    unwatched = said.isna() & clock.isna() & (rounds["timer"] != "wall")
+    found = [said.fillna("") != "", (clock / usual - 1).abs() > DRIFT, unwatched]
+    return np.select(found, [said.fillna(""), CLOCK, UNWATCHED], "")
 
 
 def cells(samples: pd.DataFrame) -> pd.DataFrame:
@@ -145,13 +166,20 @@ def _floors(rounds: pd.DataFrame) -> pd.DataFrame:
 
 def _speedups(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     """PLACE, speedup, low, high of copy `a` over copy `b`, wherever both were timed."""
+    return intervals(_pairs(rounds, a, b), PLACE, "ratio").rename(columns={"median": "speedup"})
+
+
+def _pairs(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
+    """Every round in which both copies were timed: PLACE, worker, round, ratio (b / a), disturbed (text)."""
     keys = [*PLACE, "worker", "round"]
     pair = rounds[rounds["copy"] == a].merge(rounds[rounds["copy"] == b], on=keys, suffixes=("_a", "_b"))
     for side, name in (("_a", a), ("_b", b)):
         if pair.duplicated(keys).any() and pair["policy" + side].nunique() > 1:
             raise ValueError(f"{name} was measured under several policies: select one before comparing")
-    pair["ratio"] = pair["seconds_b"] / pair["seconds_a"]
-    return intervals(pair, PLACE, "ratio").rename(columns={"median": "speedup"})
+    apart = (pair["sm_clock_mhz_a"] / pair["sm_clock_mhz_b"] - 1).abs() > DRIFT
+    disturbed = pair["disturbed_a"].where(pair["disturbed_a"] != "", pair["disturbed_b"])
+    pair["disturbed"] = disturbed.mask((disturbed == "") & apart, CLOCK)
+    return pair[keys].assign(ratio=pair["seconds_b"] / pair["seconds_a"], disturbed=pair["disturbed"])
 
 
 class Timed:
@@ -166,16 +194,18 @@ class Timed:
 def compare(samples: pd.DataFrame | Timed, a: str, b: str) -> pd.DataFrame:
     """Speedup of copy `a` over copy `b` (time of b / time of a: 2.1: a is 2.1 times as fast), a row per matching cell.
 
-    Columns: PLACE, a, b, speedup, low, high, margin, verdict (about a), reason. Raises ValueError for a copy that the
-    run does not hold, and where a copy was measured under several policies.
+    Columns: PLACE, a, b, speedup, low, high, margin, verdict (about a), reason, disturbed (whether the verdict is
+    UNDECIDED for that). Raises ValueError for a copy that the run does not hold, and where a copy was measured under
+    several policies.
     """
     timed = samples if isinstance(samples, Timed) else Timed(samples)
     for name in (a, b):
         if name not in timed.copies:
             raise ValueError(f"copy {name!r} is not in this run; it holds {', '.join(sorted(timed.copies))}")
-    table = _speedups(timed.rounds, a, b).assign(a=a, b=b)
+    pairs = _pairs(timed.rounds, a, b)
+    table = intervals(pairs, PLACE, "ratio").rename(columns={"median": "speedup"}).assign(a=a, b=b)
     table["margin"] = table.join(timed.floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
-    return _withhold_short_calls(judged(table), timed.rounds)
+    return _withhold_short_calls(_withhold_disturbed(judged(table), pairs), timed.rounds)
 
 
 def judged(table: pd.DataFrame) -> pd.DataFrame:
@@ -203,6 +233,38 @@ def reason_for(word: str, low: float, high: float, margin: float) -> str:
     return f"[{low:.3f}, {high:.3f}] lies {where} 1 +- {margin:.1%}"
 
 
+def disturbances(rounds: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """What disturbed rounds (column `disturbed`), for each group of `keys` where something did: told (`software power
+    cap in 3 of 30 rounds`), few (whether some worker has fewer than LEAST_CLEAN others, or than all it has).
+    """
+    clean = rounds["disturbed"] == ""
+    touched = rounds[~clean].groupby(keys, sort=False, observed=True)["disturbed"]
+    what = touched.agg(lambda said: ", ".join(dict.fromkeys(", ".join(said).split(", "))))
+    each = clean.groupby([rounds[name] for name in [*keys, "worker"]], observed=True).agg(["sum", "size"])
+    few = (each["sum"] < each["size"].clip(upper=LEAST_CLEAN)).groupby(level=keys).any()
+    total = rounds.groupby(keys, sort=False, observed=True).size().reindex(what.index)
+    told = [f"{said} in {n} of {of} rounds" for said, n, of in zip(what, touched.size(), total)]
+    return pd.DataFrame({"told": pd.Series(told, what.index, object), "few": few.reindex(what.index)})
+
+
+def _withhold_disturbed(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """A verdict stands where the undisturbed rounds alone, LEAST_CLEAN of every worker, give it too."""
+    table = table.assign(disturbed=False)
+    if (pairs["disturbed"] == "").all():
+        return table
+    found = disturbances(pairs, PLACE)
+    clean = pairs[pairs["disturbed"] == ""].merge(found.index.to_frame(index=False), on=PLACE)
+    alone = intervals(clean, PLACE, "ratio").set_index(PLACE)[["low", "high"]].add_suffix("_alone")
+    for row in table.join(found, on=PLACE, how="inner").join(alone, on=PLACE).itertuples():
+        word = "" if row.few else verdict(row.low_alone, row.high_alone, row.margin)
+        if word == row.verdict:
+            table.loc[row.Index, "reason"] = f"{row.reason}; {row.told}, the same without"
+        else:
+            why = f"{row.told}: " + (f"{row.verdict} with them, {word} without" if word else "too few others")
+            table.loc[row.Index, ["verdict", "reason", "disturbed"]] = ["UNDECIDED", why, True]
+    return table
+
+
 def _withhold_short_calls(table: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
     """Timer `call` cannot judge cells that last less than LEAST_EVENT_PAIRS empty event pairs."""
     if not (table["timer"] == "call").any():
@@ -221,13 +283,20 @@ def summarise(comparison: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Geometric means of speedups per group of `by`: speedup, low, high, smallest, largest, cells, verdict.
 
     low and high are the geometric means of the cells' interval ends (the cells' errors need not be independent, so
-    nothing is gained from their number); the verdict follows from them and the group's largest margin.
+    nothing is gained from their number); the verdict follows from them and the group's largest margin. Where cells were
+    disturbed (column of `compare`) it must follow from the others alone too.
     """
     rows = []
     for key, group in comparison.groupby(by, sort=False, observed=True):
-        mean = {name: float(np.exp(np.log(group[name]).mean())) for name in ("speedup", "low", "high")}
+        mean = _mean(group)
         ends = {"smallest": group["speedup"].min(), "largest": group["speedup"].max(), "cells": len(group)}
-        rows.append(
-            {**dict(zip(by, key)), **mean, **ends, "verdict": verdict(mean["low"], mean["high"], group["margin"].max())}
-        )
+        disturbed = group.get("disturbed", pd.Series(False, group.index)).astype(bool)
+        if disturbed.all() or (disturbed.any() and _mean(group[~disturbed])["verdict"] != mean["verdict"]):
+            mean["verdict"] = "UNDECIDED"
+        rows.append({**dict(zip(by, key)), **mean, **ends})
     return pd.DataFrame(rows, columns=[*by, "speedup", "low", "high", "smallest", "largest", "cells", "verdict"])
+
+
+def _mean(group: pd.DataFrame) -> dict:
+    mean = {name: float(np.exp(np.log(group[name]).mean())) for name in ("speedup", "low", "high")}
+    return mean | {"verdict": verdict(mean["low"], mean["high"], group["margin"].max())}

@@ -570,11 +570,15 @@ def measure_case(
         if attempt(cell, "prepare", lambda cell=cell: ready.__setitem__(cell, _ready(stage, cell, plans[cell]))):
             samples[cell] = []
     order = np.random.default_rng(seed)
+    before = bench.throttled()
     for number in range(rounds):
-        throttled = bench.throttled()
         for cell in order.permutation(np.array([*samples], dtype=object)):
-            visit = partial(_samples, ready[cell], case, number, throttled)
+            visit = partial(_samples, ready[cell], case, number)
             attempt(cell, "round", lambda visit=visit, kept=samples[cell]: kept.extend(visit()))
+        after = bench.throttled()
+        for row in (row for kept in samples.values() for row in kept if row["round"] == number):
+            row["throttled"] = _either(before, after)
+        before = after
     for cell in list(samples):
         attempt(cell, "verify", ready[cell].verify)
     return rows + [row for kept in samples.values() for row in kept]
@@ -587,14 +591,20 @@ def _ready(stage: Stage, cell: Cell, plan: Plan) -> Timed:
     return timed
 
 
-def _samples(timed: Timed, case: Case, number: int, throttled: str | None) -> Iterator[dict]:
+def _either(before: str | None, after: str | None) -> str | None:
+    """What was said before a round or after it: reasons once each, None where neither is known."""
+    known = [said for said in (before, after) if said is not None]
+    return ", ".join(dict.fromkeys(filter(None, ", ".join(known).split(", ")))) if known else None
+
+
+def _samples(timed: Timed, case: Case, number: int) -> Iterator[dict]:
     cell = timed.cell
     repeats = getattr(timed, "repeats", 1)
     calls = {"call": 1, "graph": timed.plan.calls}.get(cell.timer) or len(timed.calls) * repeats
     for sample, (seconds, mhz) in _undisturbed(timed):
         yield row_of(
             cell, case, round=number, sample=sample, seconds=seconds, launches=timed.launches, calls=calls,
-            graphs=timed.graphs, sm_clock_mhz=mhz, throttled=throttled,
+            graphs=timed.graphs, sm_clock_mhz=mhz,
         )  # fmt: skip
 
 
@@ -617,10 +627,11 @@ def _failure(bench: Bench, cell: Cell, case: Case, act: Callable[[], object]) ->
         return None
     except WrongCopy as error:
         status, reason = "wrong", str(error)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         status, reason = "out_of_memory", _first_line(error)
     except Exception as error:  # noqa: BLE001  whatever a copy raises costs its own cell, not the run
-        status, reason = "error", f"{type(error).__name__}: {_first_line(error)}"
+        full = "can't allocate memory" in str(error)  # a plain RuntimeError is all that torch raises on a CPU
+        status, reason = "out_of_memory" if full else "error", f"{type(error).__name__}: {_first_line(error)}"
     failed = row_of(cell, case, status=status, reason=reason)
     try:
         bench.synchronize()

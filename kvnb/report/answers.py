@@ -29,6 +29,7 @@ from kvnb.report.words import (
     VLLM,
     cell_name,
     count,
+    disturbances,
     duration,
     hardware,
     interval,
@@ -442,7 +443,6 @@ def provenance(run: Run) -> pd.DataFrame:
     first, done = run.first, run.samples[run.samples["status"] == "ok"]
     floors = [f"{row.floor:.1%} ({row.timer}, {row.state})" for row in stats.noise_floor(run.samples).itertuples()]
     failed = not_ok(run).groupby("status")["cells"].sum()
-    known = done["throttled"].dropna()
     facts = {
         "machine": run.machine,
         "driver, CUDA": f"{first['driver']}, {first['cuda']}" if first["gpu"] else "no GPU",
@@ -451,7 +451,7 @@ def provenance(run: Run) -> pd.DataFrame:
         "run": f"{first['run_id']}, grid {first['grid']}, {first['utc']}",
         "samples": f"{len(done):,}: {done['worker'].nunique()} workers x up to {done['round'].nunique()} rounds",
         "noise floor": ", ".join(floors) or "not measured",
-        "throttled": f"{(known != '').mean():.1%} of samples" if len(known) else "not known",
+        "disturbed": disturbances(run.samples),
         "cells without a time": ", ".join(f"{n} {status}" for status, n in failed.items()) or "none",
     }
     return pd.DataFrame(facts.items(), columns=["what", "value"])

@@ -166,6 +166,16 @@ class Comparison:
         pair = table.loc[table["copy"] == EVENT, ["seconds_a", "seconds_b"]].median().max()
         short = (table["timer"] == "call") & ~(least >= stats.LEAST_EVENT_PAIRS * pair)
         table.loc[short, ["verdict", "reason"]] = ["UNDECIDED", SHORT]
+        return self._withhold_disturbed(table)
+
+    def _withhold_disturbed(self, table: pd.DataFrame) -> pd.DataFrame:
+        """UNDECIDED where a run has too few rounds that nothing disturbed, by the rule of stats.compare."""
+        table = table.assign(disturbed=False)
+        for name, side in self.sides.items() if len(table) else ():
+            found = stats.disturbances(side.rounds, CELL)
+            told = table.join(found.loc[found["few"], "told"], on=CELL)["told"].dropna()
+            table.loc[told.index, ["verdict", "disturbed"]] = ["UNDECIDED", True]
+            table.loc[told.index, "reason"] = told + f" of {name}: too few others"
         return table
 
     # -- what is said of it

@@ -247,21 +247,33 @@ def provenance(run: Run, path: Path) -> list[tuple[str, str]]:
 ASKED = "Does PyTorch's index copy outperform a hand-written kernel?"
 
 
+def inert(text: str) -> str:
+    """Markdown in which names of machines and copies are no HTML, link or picture; GitHub shows the rest as it is."""
+    return text.replace("<", "&lt;").replace("![", "!\\[").replace("](", "]\\(")
+
+
 def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     """Both questions with their answers, in Markdown."""
     several = len({run.machine for run in (*runs, *padded)}) > 1
     of = (lambda run: f"{run.machine}, grid {run.first['grid']}: " if run else "") if several else lambda run: ""
     both = [f"**{ASKED}**"] * bool(runs or not padded)
     both += [f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs]
-    return "\n\n".join([*both, f"**{null_block.ASKED}**", *(of(run) + reserve(run) for run in padded or [None])])
+    both += [f"**{null_block.ASKED}**", *(of(run) + reserve(run) for run in padded or [None])]
+    return inert("\n\n".join(both))
 
 
-def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
-    """To paste into a GitHub issue: the answers, a table of verdicts per run, and what they rest on."""
-    lines = [f"# {' and '.join(run.title for run in runs or padded) or 'No run to report'}", told(runs, padded)]
+def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun], failed: Sequence[str] = ()) -> str:
+    """To paste into a GitHub issue: the answers, a table of verdicts per run, and what they rest on.
+
+    `failed`: notebooks that did not finish.
+    """
+    lines = [f"# {' and '.join(run.title for run in runs or padded) or 'No run to report'}"]
+    lines += [f"**Not finished: {', '.join(failed)} failed, and what they would show is missing.**"] * bool(failed)
+    lines.append(told(runs, padded))
     for run in runs:
         lines += [f"## {run.title}"] * (len(runs) > 1) + [table.markdown() for table in matrices(run)]
         about = run.first
         lines.append(f"{run.about}; grid {about['grid']}, run {about['run_id']}, kvnb {about['kvnb_commit'][:12]}.")
     lines += [f"{run.about}; grid {run.first['grid']}, run {run.first['run_id']}." for run in padded]
-    return "\n\n".join([*lines, *([answers.note(runs)] if runs else [])]) + "\n"
+    lines += [answers.note(runs)] if runs else []
+    return inert("\n\n".join(lines)) + "\n"

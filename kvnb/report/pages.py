@@ -17,8 +17,23 @@ from kvnb import paths
 from kvnb.report import answers, explore, files, front, null_block, plots
 from kvnb.report.execute import ANSI, Outcome
 
+TABLE = re.compile(
+    r'</?(table|thead|tbody|tr|th|td)>|<table (border="\d" )?class="dataframe">|<tr style="text-align: right;">'
+)
+
+
+def _without_links() -> mistune.Markdown:
+    """For Markdown that a notebook put out: names of machines and copies in it link to nothing and show no picture."""
+    made = mistune.create_markdown(escape=True)
+    for rule in ("link", "auto_link", "auto_email"):
+        made.inline.rules.remove(rule)
+    return made
+
+
 FILTERS = {
     "prose": mistune.create_markdown(escape=True),
+    "told": _without_links(),
+    "is_table": lambda html: "<" not in TABLE.sub("", html),  # as pandas writes it, what it holds escaped
     "plain": lambda text: escape(ANSI.sub("", text)),
     "alt": lambda output: output.metadata.get("image/png", {}).get("alt", "A figure without a description"),
 }
@@ -31,6 +46,7 @@ def page(outcome: Outcome, links: Iterable[tuple[str, str]]) -> Path:
     body, _ = exporter.from_notebook_node(notebook)
     heading = re.search(r"^# +(.+)$", notebook.cells[0].source, re.MULTILINE)
     title = re.sub(r"[*_`]", "", heading[1]) if heading else outcome.name
+    title += " (not finished)" * bool(outcome.failure)
     here = outcome.path.with_name(f"{outcome.name}.html")
     return files.write(here, "notebook.html.j2", title=title, body=body, links=links)
 
@@ -58,12 +74,13 @@ def report(
     others = [_links(path, folder)[0] for path in (*padded, *releases)]
     padded, releases = [*map(null_block.load, padded)], [*map(answers.load, releases)]
     values = {"answers": answers, "null_block": null_block, "front": front, "lacking": lacking}
-    values["failed"] = [outcome for outcome in outcomes if outcome.failure]
+    values["failed"] = failed = [outcome for outcome in outcomes if outcome.failure]
     values["held"] = [outcome.name for outcome in outcomes]
     values |= {"reserves": padded or [None], "others": others}
     values["pictures"] = front.pictures(answered[0][0], releases, padded) if answered else []
+    told = [run for run, *_ in answered]
     with paths.whole(folder / "summary.md") as partial:
-        partial.write_text(front.summary([answers.load(path) for path in runs], padded), encoding="utf-8")
+        partial.write_text(front.summary(told, padded, [outcome.name for outcome in failed]), encoding="utf-8")
     values |= {"links": links, "answered": answered, "releases": releases}
     return files.write(folder / "index.html", "report.html.j2", **values)
 
@@ -77,7 +94,14 @@ def _links(path: Path, folder: Path) -> tuple[str, str]:
 
 def figure(folder: Path, run: Path) -> None:
     """Write `latency.png`, README's figure, into the folder of a recorded run's report."""
-    (folder / "latency.png").write_bytes(plots.png("latency", answers.load(run)))
+    with paths.whole(folder / "latency.png") as partial:
+        partial.write_bytes(plots.png("latency", answers.load(run)))
+
+
+def trust() -> str:
+    """README's list of what tests tried, as they counted it: tests/trust.txt."""
+    lines = (paths.ROOT / "tests" / "trust.txt").read_text().splitlines()
+    return "\n".join(f"- {line.partition(chr(9))[2]}" for line in lines)
 
 
 def readme() -> str:
@@ -86,8 +110,8 @@ def readme() -> str:
     for gpu, path in answers.recorded().items():
         run, padded = answers.load(path), answers.recorded(null_block.GRID).get(gpu)
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
-        told += [f"### {run.title}", front.told([run], [null_block.load(padded)] if padded else [])]
-        told += [front.compact(run).markdown(), f"![{alt}](reports/{gpu}/latency.png)"]
+        told += [f"### {front.inert(run.title)}", front.told([run], [null_block.load(padded)] if padded else [])]
+        told += [front.inert(front.compact(run).markdown()), f"![{front.inert(alt)}](reports/{gpu}/latency.png)"]
         notebook = f"reports/{gpu}/03_compare.ipynb"
         told.append(f"Every copy, figure and number: [{notebook}]({notebook}), or, as pages, reports/{gpu}/index.html.")
     return "\n\n".join(told) or "No run is recorded yet: `make report` measures one."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,17 +14,22 @@ from kvnb.copies.base import TIMERS
 from kvnb.problem.case import GRIDS
 
 Check = Callable[[str], str | None]  # what is wrong with a value, or None
+KINDS = {int: "an int, in digits", str: "a string (papermill -r, or quoted in YAML)"}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a notebook: its default, or a value of that type (of None: a string) that passes `check`."""
+    """A parameter of a notebook: its default, or a value of that type (of None: a string) that passes.
+
+    `valid`: all that pass. `several`: the default, or a list of what passes.
+    """
 
     name: str
     default: object
     help: str
     check: Check = lambda value: None
-    several: bool = False  # the default, or a list of what passes `check`
+    valid: Collection[str] = ()
+    several: bool = False
 
     def problem(self, value: object) -> str | None:
         """What is wrong with a value, or None."""
@@ -31,21 +37,33 @@ class Parameter:
             return None
         kind = list if self.several else int if isinstance(self.default, int) else str
         if type(value) is not kind or value == []:
-            words = {list: f'"{self.default}" or a list of names', int: "an int", str: "a string"}
-            return f"{value!r} must be {words[kind]}"
+            wanted = f'"{self.default}" or a list of names' if self.several else KINDS[kind]
+            return f"{value!r} must be {wanted}{self._choice}"
         if kind is int:
             return None if value >= 1 else f"{value} must be at least 1"
-        return next(filter(None, map(self.check, value if self.several else [value])), None)
+        names = value if self.several else [value]
+        return next(filter(None, (self._problem_of(name, names) for name in names)), None)
+
+    def _problem_of(self, name: object, names: list) -> str | None:
+        if type(name) is not str:
+            return f"{name!r} must be {KINDS[str]}{self._choice}"
+        if names.count(name) > 1:
+            return f"{name!r} is there {names.count(name)} times"
+        return unknown(name, self.valid) if self.valid and name not in self.valid else self.check(name)
+
+    @property
+    def _choice(self) -> str:
+        return f"; valid: {', '.join(self.valid)}" if self.valid else f": {self.help}"
 
 
 def unknown(value: object, valid: Collection[str]) -> str:
     """ "'x' is not one of a, b; did you mean a?", for error messages."""
-    near = difflib.get_close_matches(str(value), valid, 1)
-    return f"{value!r} is not one of {', '.join(valid)}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{value!r} is not one of {', '.join(valid)}" + _nearest(value, valid)
 
 
-def _one_of(valid: Collection[str]) -> Check:
-    return lambda value: None if value in valid else unknown(value, valid)
+def _nearest(value: object, valid: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(value), list(valid), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _like(pattern: str, words: str) -> Check:
@@ -53,43 +71,63 @@ def _like(pattern: str, words: str) -> Check:
 
 
 def _file(value: str) -> str | None:
-    return None if Path(value).is_file() else f"{value} does not exist"
+    path = Path(value)
+    if path.is_file():
+        return None
+    beside = [str(other) for other in path.parent.glob("*") if other.is_file()]
+    return f"{value or path} {'is a folder' if path.is_dir() else 'does not exist'}{_nearest(path, beside)}"
 
 
-def _copies_file(value: str) -> None:
-    copies.load_from(value)  # raises ValueError where the file will not do; its copies may be named from here on
+def _run_file(value: str) -> str | None:
+    problem = _file(value)
+    return problem and f"{problem} (run files lie in data/local and data/recorded/<gpu>)"
 
 
-DEVICE, NAME = "auto, cpu, cuda or cuda:N", "letters, digits, '.', '_' and '-', and begin with a letter or digit"
+def _copies_file(value: str) -> str | None:
+    """Where the file will do, its copies may be named from here on; ValueError where it registers none."""
+    if problem := _file(value):
+        return problem
+    path = Path(value).resolve()
+    try:
+        copies.load_from(value)
+    except ValueError:
+        raise
+    except Exception as error:  # noqa: BLE001  it is the user's file: its error, and where, is what is wrong with it
+        at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        return f"{value}{f', line {at[-1]}' if at else ''}: {type(error).__name__}: {error}"
+
+
+DEVICE = "auto, cpu, cuda or cuda:N"
+NAME = "letters, digits, '.', '_' and '-', 100 at most, and begin with a letter or digit"
 LIVE = ("auto", "yes", "no")
 TABLES: dict[str, tuple[Parameter, ...]] = {
     "01_copies": (),
     "02_measure": (
         Parameter("device", "auto", DEVICE, _like(r"auto|cpu|cuda(:\d+)?", DEVICE)),
-        Parameter("grid", "quick", f"the cases: {', '.join(GRIDS)}", _one_of(GRIDS)),
+        Parameter("grid", "quick", f"the cases: {', '.join(GRIDS)}", valid=GRIDS),
         Parameter("copies_from", None, "a Python file that registers copies of yours", _copies_file),
-        Parameter("copies", "all", "all, or names of copies", _one_of(copies.REGISTRY), several=True),
-        Parameter("timers", "all", f"all, or some of {', '.join(TIMERS)}", _one_of(TIMERS), several=True),
-        Parameter("run", None, "name of the run; an existing one is resumed", _like(r"[A-Za-z0-9][\w.-]*", NAME)),
+        Parameter("copies", "all", "all, or names of copies", valid=copies.REGISTRY, several=True),
+        Parameter("timers", "all", f"all, or some of {', '.join(TIMERS)}", valid=TIMERS, several=True),
+        Parameter("run", None, "name of the run; an existing one is resumed", _like(r"(?a)(?!_)\w[\w.-]{0,99}", NAME)),
         Parameter("workers", 3, "processes with fresh allocations"),
         Parameter("rounds", 10, "randomised passes of each worker"),
     ),
-    "03_compare": (Parameter("runs", "newest", "newest, or a list of run files", _file, several=True),),
+    "03_compare": (Parameter("runs", "newest", "newest, or a list of run files", _run_file, several=True),),
     "04_null_block": (
         Parameter("trace", None, "a CSV of requests in the Azure format; None takes a synthetic one", _file),
-        Parameter("runs", "newest", "newest recorded, or a list of run files", _file, several=True),
+        Parameter("runs", "newest", "newest recorded, or a list of run files", _run_file, several=True),
         Parameter("device", "auto", DEVICE, _like(r"auto|cpu|cuda(:\d+)?", DEVICE)),
-        Parameter("live", "auto", "measure now: auto, yes, or no (the same output every time)", _one_of(LIVE)),
+        Parameter("live", "auto", "measure now: auto, yes, or no (the same output every time)", valid=LIVE),
     ),
-    "05_releases": (Parameter("runs", "newest", "newest recorded, or a list of run files", _file, several=True),),
+    "05_releases": (Parameter("runs", "newest", "newest recorded, or a list of run files", _run_file, several=True),),
     "06_timers": (
         Parameter("device", "auto", DEVICE, _like(r"auto|cpu|cuda(:\d+)?", DEVICE)),
-        Parameter("run", None, "a run file; None takes the newest, a GPU's where there is one", _file),
-        Parameter("live", "auto", "measure on a GPU: auto, yes, or no (show a record)", _one_of(LIVE)),
+        Parameter("run", None, "a run file; None takes the newest, a GPU's where there is one", _run_file),
+        Parameter("live", "auto", "measure on a GPU: auto, yes, or no (show a record)", valid=LIVE),
     ),
     "07_runs": (
-        Parameter("a", None, "a run file; None takes the newest but one of the same grid and GPU", _file),
-        Parameter("b", None, "a run file; None takes the newest that has another to compare with", _file),
+        Parameter("a", None, "a run file; None takes the newest but one of the same grid and GPU", _run_file),
+        Parameter("b", None, "a run file; None takes the newest that has another to compare with", _run_file),
     ),
 }
 

@@ -50,6 +50,7 @@ STYLE = {
     **{"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9},
     **{"axes.titlelocation": "left", "xtick.labelsize": 8, "ytick.labelsize": 8, "axes.spines.top": False},
     **{"axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6},
+    "text.parse_math": False,  # a machine's name is text
 }
 
 

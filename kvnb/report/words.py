@@ -71,4 +71,22 @@ def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
     told = f"{interval(mean)} {mean['verdict']}"
     spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
     lost = (rows["verdict"] == "SLOWER").sum()
-    return f"{told} ({count(len(rows), 'cell')}{spread}{f', {lost} SLOWER' if lost else ''})" if cells else told
+    disturbed = int(rows.get("disturbed", pd.Series(dtype=bool)).sum())
+    flags = f"{f', {lost} SLOWER' if lost else ''}{f', {disturbed} disturbed' if disturbed else ''}"
+    return f"{told} ({count(len(rows), 'cell')}{spread}{flags})" if cells else told
+
+
+def disturbances(samples: pd.DataFrame) -> str:
+    """Of a run's samples: `2.1% of rounds (software power cap 1.5%, clock drift 0.6%)`, and what nobody watched."""
+    done = samples[samples["status"] == "ok"]
+    if done["throttled"].isna().all() and done["sm_clock_mhz"].isna().all():
+        return "not known"
+    rounds = stats.by_round(samples)
+    said = rounds.loc[~rounds["disturbed"].isin(["", stats.UNWATCHED]), "disturbed"].str.split(", ")
+    each = said.explode().value_counts() / len(rounds)
+    told = ", ".join(f"{reason} {share:.1%}" for reason, share in each.items())
+    silent = done["throttled"].isna().mean()
+    return (
+        f"{len(said) / len(rounds):.1%} of rounds{f' ({told})' if told else ''}"
+        f"{f'; NVML said nothing in {silent:.1%} of samples' if silent else ''}"
+    )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
+
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kvnb import paths
 from kvnb.bench import results
 from kvnb.bench.results import RunFileError
 from kvnb.problem.case import CASE_FIELDS, MIB, Case
@@ -86,7 +93,7 @@ def test_units_and_meanings_are_in_the_file(path):
 
 
 def test_rows_come_back_as_they_went_in(path):
-    rows = [row(), row(**FAILED), row(sample=2, throttled="software power cap", dirty=None, graphs=3)]
+    rows = [row(), row(**FAILED), row(sample=2, throttled="software power cap", graphs=3)]
     assert results.write(rows, path) == path
     assert results.read(path).to_pylist() == rows
 
@@ -132,19 +139,14 @@ def test_a_refused_write_leaves_the_old_file(path):
     assert path.read_bytes() == before
 
 
-def test_a_write_that_dies_half_way_leaves_the_old_file(path, monkeypatch):
+def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_of_the_new_one(path):
     results.write([row()], path)
     before = path.read_bytes()
-
-    def dies(table, where, **options):
-        where.write_bytes(b"PAR1")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(results.pq, "write_table", dies)
-    with pytest.raises(OSError, match="no space"):
+    path.with_name(f".{path.name}.{os.getpid()}.partial").symlink_to("/dev/full")
+    with pytest.raises(RunFileError, match=r"run.parquet cannot be written \(.*No space left on device\): make room"):
         results.write([row(sample=2)], path)
     assert path.read_bytes() == before
-    assert list(path.parent.glob("*.parquet")) == [path]  # what is left of the new one is hidden, and no run file
+    assert [left.name for left in path.parent.iterdir()] == ["run.parquet"]
 
 
 def test_a_write_leaves_nothing_but_the_file(path):
@@ -155,17 +157,88 @@ def test_a_write_leaves_nothing_but_the_file(path):
 def test_a_file_of_another_kind_is_refused(path):
     path.parent.mkdir()
     path.write_text("not parquet")
-    with pytest.raises(
-        RunFileError, match=r"run\.parquet is not a complete run file .*give a run file, or, .* measure again"
-    ):
+    told = r"run\.parquet is not a complete run file .*give a run file, or, if a run left it so, `rm .*measure again"
+    with pytest.raises(RunFileError, match=told):
         results.read(path)
 
 
-def test_a_truncated_file_is_refused(path):
-    results.write([row()] * 100, path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RunFileError, match="not a complete run file"):
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_truncated_file_is_refused(path, share):
+    """Whatever is left of it."""
+    results.write([row(sample=number) for number in range(100)], path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    for take in (results.load, results.read, results.first):
+        with pytest.raises(RunFileError, match=r"run\.parquet is not a complete run file .*: `make measure RUN=run`"):
+            take(path)
+
+
+def test_a_bit_that_changed_on_the_disk_is_noticed_or_changes_nothing(path):
+    times = np.random.default_rng(0).random(1000)
+    results.write([row(sample=number, seconds=seconds) for number, seconds in enumerate(times)], path)
+    whole, wanted, refused = path.read_bytes(), results.read(path), 0
+    for place in np.random.default_rng(1).choice(len(whole), 50, replace=False):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        try:
+            assert results.read(path).equals(wanted)
+        except RunFileError:
+            refused += 1
+    assert refused > 25
+
+
+@pytest.mark.parametrize(
+    ("folder", "advice"),
+    [
+        ("r.parts", r"`rm \S+`, and the command that began the run measures this case again"),
+        ("recorded/h200", r"`git checkout -- \S+` brings back the recorded one"),
+        ("local", r"`rm \S+`, and measure again: `make measure RUN=run` with the GRID it had"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_replaces_it(tmp_path, monkeypatch, folder, advice):
+    monkeypatch.setattr(paths, "RECORDED", tmp_path / "recorded")
+    path = tmp_path / folder / "run.parquet"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(RunFileError, match=advice) as told:
+        results.read(path)
+    assert str(path) in str(told.value)
+
+
+HAND_EDITED = {
+    "no row": ([], "holds no row"),
+    "a value gone": ([row(layout=None)], "lacks values in layout"),
+    "another status": ([row(status="fine")], "holds status 'fine', not one of ok, wrong"),
+    "ok without a time": ([row(), row(sample=2, seconds=None)], "has seconds where status is not ok, or none where"),
+    "a time that is none": ([row(seconds=float("nan"))], "has seconds where status is not ok, or none where it is"),
+    "an endless time": ([row(seconds=float("inf"))], "has seconds where status is not ok, or none where it is"),
+    "a time of an error": ([row(status="error", reason="no")], "has seconds where status is not ok, or none where"),
+    "an odd case": ([row(), row(layout="NHDD")], "holds a case that cannot be: layout = 'NHDD' must be one of NHD"),
+    "a sample twice": ([row(), row(seconds=1.0)], "holds 1 samples twice"),
+    "two machines": ([row(), row(sample=2, cpu="another")], "holds one run with more than one cpu"),
+    "two kernels": ([row(), row(sample=2, copy_version="b")], "holds two versions of kvnb: it was resumed after an"),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), HAND_EDITED.values(), ids=HAND_EDITED)
+def test_a_file_edited_by_hand_is_refused_whole(path, rows, message):
+    path.parent.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, schema=results.SCHEMA), path)
+    with pytest.raises(RunFileError, match=rf"run\.parquet {message}.*; `rm \S.*RUN=run`") as told:
         results.load(path)
+    assert str(path) in str(told.value)
+
+
+def test_a_file_that_another_tool_wrote_is_mended_by_the_line_that_is_told(path):
+    rows = [row(), row(**FAILED)]
+    results.write(rows, path)
+    pd.read_parquet(path).to_parquet(path)  # whole numbers with nulls are floats there
+    with pytest.raises(RunFileError, match="has other types in .*graphs.*; this mends it: python -c") as told:
+        results.load(path)
+    line = shlex.split(str(told.value).split("this mends it: ")[1])
+    subprocess.run([sys.executable, *line[1:]], cwd=paths.ROOT, check=True)
+    assert results.read(path).to_pylist() == rows
 
 
 def test_a_parquet_file_of_something_else_is_refused(path):
@@ -175,10 +248,13 @@ def test_a_parquet_file_of_something_else_is_refused(path):
         results.read(path)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3])
-def test_another_schema_version_is_refused(path, version):
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(0, "measure again"), (1, "measure again"), (3, "read it with the kvnb that wrote it, or a newer one")],
+)
+def test_another_schema_version_is_refused(path, version, advice):
     results.write([row(schema_version=version)], path)
-    with pytest.raises(RunFileError, match=rf"schema version .*{version}.*, this kvnb reads 2; measure again"):
+    with pytest.raises(RunFileError, match=rf"has schema version .*{version}.*, this kvnb reads 2; {advice}"):
         results.read(path)
 
 
@@ -219,21 +295,16 @@ def test_runs_of_one_machine_are_loaded_together(path):
     assert samples.index.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "differing", [{"gpu_uuid": "GPU-2"}, {"torch": "2.14.0"}, {"kvnb_commit": "b" * 40}], ids=lambda d: next(iter(d))
-)
-def test_runs_that_differ_are_not_mixed(path, differing):
-    [(name, value)] = differing.items()
-    with pytest.raises(RunFileError, match=f"these run files differ in {name} .*{value}.*: load each alone"):
-        results.load(*two(path, **differing))
+@pytest.mark.parametrize("name", results.SAME_MACHINE)
+def test_runs_of_different_machines_are_not_mixed(path, name):
+    other = {"threads": 7, "l2_bytes": 7, "dirty": True}.get(name, "another")
+    with pytest.raises(RunFileError, match=f"these run files differ in {name} .*{other}.*: load each alone"):
+        results.load(*two(path, **{name: other}))
 
 
-def test_two_machines_without_a_gpu_are_not_mixed(path):
-    first = path.with_name("first.parquet")
-    results.write([row(gpu="", gpu_uuid="", cpu="Test CPU")], first)
-    results.write([row(gpu="", gpu_uuid="", cpu="Another CPU")], path)
-    with pytest.raises(RunFileError, match="differ in cpu"):
-        results.load(first, path)
+def test_runs_of_different_kernels_are_not_mixed(path):
+    with pytest.raises(RunFileError, match=r"differ in the version of kvnb \(0123456789, later\): load each alone"):
+        results.load(*two(path, copy_version="later"))
 
 
 def test_the_newest_record_of_a_grid_is_found_by_its_date(tmp_path):

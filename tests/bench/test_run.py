@@ -28,35 +28,6 @@ SETTINGS = Settings("cpu", "quick", ["torch.index_put"], ["wall"], workers=1, ro
 ASKED = {"device": "cpu", "grid": "quick", "timers": "wall", "workers": 1, "rounds": 1}
 ASKED |= {"copies": ["limit.copy.memcpy", "torch.index_copy"]}  # index_copy is unsupported in half of the cases
 
-MY_COPIES = '''
-"""Copies that take their process along, each in its own way, and one that works."""
-import os
-from kvnb import copies
-from kvnb.bench import timing
-from kvnb.copies import REGISTRY, Copy
-
-def bind_fine(inputs):
-    """index_put under another name"""
-    return REGISTRY["torch.index_put"].bind(inputs)
-
-def bind_dies(inputs):
-    return lambda slots: lambda key, value: os._exit(7)
-
-def bind_loses_the_device(inputs):
-    def lost(bench):
-        raise RuntimeError("device-side assert")
-
-    def write(key, value):
-        timing.Cpu.synchronize = lost
-        raise RuntimeError("an illegal memory access was encountered")
-
-    return lambda slots: write
-
-for name, bind in (("dies", bind_dies), ("loses", bind_loses_the_device), ("fine", bind_fine)):
-    copies.register(Copy(f"mine.{name}", "yours", ("null_slot",), bind, ("cpu",)))
-'''
-
-
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """Copies that a test registers are gone after it."""
@@ -154,31 +125,6 @@ def test_timers_that_were_not_asked_for_have_no_cells(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ workers
-
-
-def test_copies_that_take_the_process_along_cost_their_own_cells(tmp_path):
-    mine = tmp_path / "my_copies.py"
-    mine.write_text(MY_COPIES)
-    names = ["mine.dies", "torch.index_put", "mine.loses", "mine.fine"]
-    asked = Settings(**vars(SETTINGS) | {"copies": names, "copies_from": str(mine)})
-    kvnb.copies.load_from(mine)
-    with worker(asked) as one, tqdm(total=2, disable=True) as bar:
-        rows = one.measure(0, SMALL, bar)
-        again = one.measure(1, Case(5, 2, 16, cache_bytes=MIB), bar)
-    for found in (rows, again):
-        failed = {row["copy"]: row["reason"] for row in found if row["status"] == "error"}
-        assert failed == {
-            "mine.dies": "the worker process died (exit code 7)",
-            "mine.loses": "RuntimeError: an illegal memory access was encountered",
-        }
-        fine = [row for row in found if row["status"] == "ok"]
-        assert len(found) == len(fine) + 2
-        for name in ("torch.index_put", "mine.fine"):
-            assert {row["round"] for row in fine if row["copy"] == name} == {0, 1}
-        assert {row["worker"] for row in found} == {0}
-    assert {row["num_tokens"] for row in again} == {5}
-    about = {"run_id": "r", "schema_version": results.SCHEMA_VERSION, "grid": "quick"} | one.machine
-    assert results._table([{**row, **about} for row in rows]).num_rows == len(rows)
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path):
@@ -290,13 +236,16 @@ def test_a_file_that_is_no_run_is_not_taken_for_one(tmp_path, no_process):
         kvnb.measure(**ASKED, path=path)
 
 
+def contents(parts: Path) -> dict[str, bytes]:
+    return {part.name: part.read_bytes() for part in sorted(parts.iterdir()) if part.name not in ("lock", "owner")}
+
+
 def refused(path: Path, message: str, **asked) -> None:
     """Resuming `path` is refused, and leaves its parts as they are."""
-    parts = path.with_suffix(".parts")
-    before = {part.name: part.read_bytes() for part in sorted(parts.iterdir())}
+    before = contents(path.with_suffix(".parts"))
     with pytest.raises(ValueError, match=message):
         kvnb.measure(**ASKED | asked, path=path)
-    assert {part.name: part.read_bytes() for part in sorted(parts.iterdir())} == before
+    assert contents(path.with_suffix(".parts")) == before
     assert not path.exists()
 
 
@@ -305,18 +254,103 @@ def test_a_run_that_asks_for_something_else_is_not_mixed_in(cut_off, no_process)
     refused(cut_off, f"(?s){asked}", rounds=2)
 
 
-@pytest.mark.parametrize("column", ["torch", "cpu", "kvnb_commit"])
+OTHER = {"threads": 99, "l2_bytes": 99, "dirty": None}
+
+
+@pytest.mark.parametrize("column", results.SAME_MACHINE)
 def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch):
     part = cut_off.with_suffix(".parts") / "0000.parquet"
     samples = kvnb.load(part)
-    about = {name: samples[name][0] for name in results.MACHINE_FIELDS}
-    results.save(samples.assign(**{column: "another"}), part)
+    about = {name: results.read(part)[name][0].as_py() for name in results.MACHINE_FIELDS}
+    other = OTHER.get(column, "another")
+    results.save(samples.assign(**{column: other}), part)
     monkeypatch.setattr(Worker, "_start", lambda self: None)
     monkeypatch.setattr(Worker, "stop", lambda self: None)
     monkeypatch.setattr(Worker, "greet", lambda self: about)
-    refused(cut_off, f"was begun with {column} 'another', this is '.*': resume it there, choose another run name")
+    refused(cut_off, f"was begun with {column} {other!r}, this is .*: resume it there, choose another run name")
+
+
+def test_a_run_of_another_kernel_is_not_mixed_in(cut_off, no_process):
+    part = cut_off.with_suffix(".parts") / "0000.parquet"
+    results.save(kvnb.load(part).assign(copy_version="older"), part)
+    refused(cut_off, r"was begun with version of \S+ 'older', this is '\w{10}': resume it there, choose another run")
+
+
+def test_parts_of_two_machines_are_not_put_together(cut_off, no_process):
+    part = cut_off.with_suffix(".parts") / "0000.parquet"
+    other = kvnb.load(part).assign(cpu="another", num_tokens=grid("quick", "cpu")[7].num_tokens, layout="packed")
+    results.save(other, part.with_name("0007.parquet"))
+    refused(cut_off, "was begun with cpu '.*', this is 'another'")
+
+
+def truncated(part: Path) -> None:
+    part.write_bytes(part.read_bytes()[:-100])
+
+
+def of_another_case(part: Path) -> None:
+    part.rename(part.with_name("0005.parquet"))
+
+
+def of_no_case(part: Path) -> None:
+    part.rename(part.with_name("mine.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, r"0000.parquet is not a complete run file .*, `rm \S+0000.parquet`, and the command that began"),
+        (of_another_case, r"0005.parquet is no part of this run: `rm \S+0005.parquet`, and the same call goes on"),
+        (of_no_case, r"mine.parquet is no part of this run: `rm \S+mine.parquet`, and the same call goes on"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_part_that_is_not_what_it_should_be_is_told_before_anything_is_measured(cut_off, damage, message, no_process):
+    damage(cut_off.with_suffix(".parts") / "0000.parquet")
+    refused(cut_off, message)
+
+
+@pytest.fixture
+def finished(cut_off, monkeypatch) -> Path:
+    """A run file whose grid is its one case."""
+    shutil.move(cut_off.with_suffix(".parts") / "0000.parquet", cut_off)
+    shutil.rmtree(cut_off.with_suffix(".parts"))
+    return cut_off
+
+
+@pytest.mark.parametrize(
+    ("more", "lacks"),
+    [
+        ({"grid": "full"}, "grid full"),
+        ({"copies": ["kvnb", "limit.copy.memcpy"]}, "copy kvnb"),
+        ({"rounds": 3}, "round 1, 2"),
+        ({"workers": 2}, "worker 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_finished_run_does_not_stand_for_one_that_asks_for_more(finished, more, lacks, no_process):
+    before = finished.read_bytes()
+    with pytest.raises(ValueError, match=f"r.parquet is a finished run without {lacks}; choose another run name"):
+        kvnb.measure(**ASKED | more, path=finished)
+    assert finished.read_bytes() == before
+
+
+def test_a_finished_run_of_a_gpu_does_not_stand_for_one_of_the_cpu(finished, no_process):
+    results.save(kvnb.load(finished).assign(gpu="Test GPU", timer="graph"), finished)
+    with pytest.raises(ValueError, match="is a finished run without device cpu; choose another run name"):
+        kvnb.measure(**ASKED, path=finished)
+    results.save(kvnb.load(finished).assign(gpu=""), finished)
+    with pytest.raises(ValueError, match="is a finished run without timer wall; choose another run name"):
+        kvnb.measure(**ASKED, path=finished)
+
+
+def test_what_a_kill_left_beside_a_finished_run_goes(cut_off, no_process):
+    shutil.copy(cut_off.with_suffix(".parts") / "0000.parquet", cut_off)
+    assert kvnb.measure(**ASKED, path=cut_off) == cut_off
+    assert [left.name for left in cut_off.parent.iterdir()] == [cut_off.name]
 
 
 def test_a_run_that_another_process_measures_is_left_alone(cut_off, no_process):
-    with FileLock(cut_off.with_suffix(".parts") / "lock"):
+    parts = cut_off.with_suffix(".parts")
+    with FileLock(parts / "lock"):
+        (parts / "owner").unlink()
         refused(cut_off, "another process measures into .*r.parquet; wait for it or choose another run name")

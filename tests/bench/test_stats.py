@@ -303,6 +303,118 @@ def test_call_without_a_measured_event_pair_gives_no_verdict():
     assert stats.compare(samples, "kvnb", "torch.index_put")["verdict"].tolist() == ["UNDECIDED"]
 
 
+# ---------------------------------------------------------------------------------------------------------- disturbed
+
+CAP = "software power cap"
+
+
+def versus(*changes, timer: str = "graph") -> dict:
+    """kvnb, at 100 us, against a copy of 150 us, after `changes` to their samples."""
+    samples = run(noise(timer=timer), timed("torch.index_put", 1.5e-4, timer=timer))
+    for change in changes:
+        change(samples)
+    [row] = stats.compare(samples, "kvnb", "torch.index_put").to_dict("records")
+    return row
+
+
+def told(column: str, value, rounds, *, workers=(0, 1, 2), copies=("kvnb", "kvnb.again", "torch.index_put")):
+    """A change: `value` in a column of these rounds; a factor, where it is a number's."""
+
+    def change(samples: pd.DataFrame) -> None:
+        where = samples["round"].isin(rounds) & samples["worker"].isin(workers) & samples["copy"].isin(copies)
+        samples.loc[where, column] = samples.loc[where, column] * value if column != "throttled" else value
+
+    return change
+
+
+EVERY = range(10)
+
+
+@pytest.mark.parametrize("reason", [CAP, "other process on the GPU", f"{CAP}, other process on the GPU"])
+def test_a_verdict_on_disturbed_rounds_is_undecided_and_says_why(reason):
+    row = versus(told("throttled", reason, EVERY))
+    assert (row["verdict"], row["disturbed"]) == ("UNDECIDED", True)
+    assert row["reason"] == f"{reason} in 30 of 30 rounds: too few others"
+    assert row["speedup"] == pytest.approx(1.5, rel=2e-3)  # flagged, not taken away
+
+
+def test_a_disturbed_worker_is_one_too_many():
+    """Workers may differ in what they allocated where: without one of them there is no telling."""
+    row = versus(told("throttled", CAP, EVERY, workers=[1]))
+    assert (row["verdict"], row["reason"]) == ("UNDECIDED", f"{CAP} in 10 of 30 rounds: too few others")
+
+
+@pytest.mark.parametrize(("touched", "word"), [(range(8), "FASTER"), (range(9), "UNDECIDED")])
+def test_a_verdict_stands_on_two_undisturbed_rounds_of_every_worker(touched, word):
+    row = versus(told("throttled", CAP, touched))
+    assert (row["verdict"], row["disturbed"]) == (word, word == "UNDECIDED")
+    assert f"{CAP} in {3 * len(touched)} of 30 rounds" in row["reason"]
+
+
+def test_a_verdict_that_undisturbed_rounds_do_not_give_is_undecided():
+    """While another process ran, the other copy took twice as long; without it, the two are equal."""
+    other = "other process on the GPU"
+    equal = told("seconds", 1 / 1.5, [7, 8, 9], copies=["torch.index_put"])
+    row = versus(told("throttled", other, range(7)), equal)
+    assert row["verdict"] == "UNDECIDED"
+    assert row["reason"] == f"{other} in 21 of 30 rounds: FASTER with them, SAME without"
+
+
+@pytest.mark.parametrize(("factor", "rounds"), [(0.97, [9]), (0.97, range(9)), (0.985, range(5))])
+def test_a_round_whose_clock_is_off_its_cells_median_by_2_percent_is_disturbed(factor, rounds):
+    """Of nine rounds at one clock and one at another, the one; three rounds of thirty take no verdict."""
+    row = versus(told("sm_clock_mhz", factor, rounds))
+    assert ("clock drift in 3 of 30 rounds, the same without" in row["reason"]) == (factor == 0.97)
+    assert (row["verdict"], row["disturbed"]) == ("FASTER", False)
+
+
+def test_a_clock_that_sinks_for_half_of_a_worker_is_drift():
+    row = versus(told("sm_clock_mhz", 0.8, range(4, 10), workers=[2]), told("sm_clock_mhz", 0.8, EVERY, workers=[0]))
+    assert row["verdict"] == "UNDECIDED"
+    assert "clock drift" in row["reason"] and row["disturbed"]
+
+
+def test_copies_at_clocks_of_their_own_are_drift():
+    """Each within 2 % of the median, and 3 % apart."""
+    clocks = {"kvnb": 1.015, "torch.index_put": 0.985}
+    row = versus(*(told("sm_clock_mhz", factor, EVERY, copies=[copy]) for copy, factor in clocks.items()))
+    assert row["reason"] == "clock drift in 30 of 30 rounds: too few others"
+
+
+@pytest.mark.parametrize(("timer", "clocked", "word"), [
+    ("graph", True, "FASTER"),  # NVML is silent, but the clock held
+    ("eager", False, "UNDECIDED"),
+    ("wall", False, "FASTER"),  # a CPU
+])  # fmt: skip
+def test_without_nvml_a_verdict_needs_a_clock_that_held(timer, clocked, word):
+    changes = [told("throttled", None, EVERY), *[told("sm_clock_mhz", np.nan, EVERY)] * (not clocked)]
+    row = versus(*changes, timer=timer)
+    assert row["verdict"] == word
+    assert (row["reason"] == "throttling not known in 30 of 30 rounds: too few others") == (word == "UNDECIDED")
+
+
+def test_undisturbed_verdicts_are_as_they_were():
+    row = versus()
+    assert (row["verdict"], row["disturbed"]) == ("FASTER", False)
+    assert "without" not in row["reason"]
+
+
+def test_a_place_that_was_disturbed_leaves_others_their_verdicts():
+    far = run(timed("kvnb", case=LARGE), timed("torch.index_put", 1.5e-4, case=LARGE)).assign(throttled=CAP)
+    samples = run(noise(), timed("torch.index_put", 1.5e-4), far)
+    table = stats.compare(samples, "kvnb", "torch.index_put").set_index("num_tokens")
+    assert table["verdict"].to_dict() == {CASE.num_tokens: "FASTER", LARGE.num_tokens: "UNDECIDED"}
+    assert table["disturbed"].to_dict() == {CASE.num_tokens: False, LARGE.num_tokens: True}
+
+
+def test_a_mean_must_follow_from_undisturbed_cells_too():
+    table = comparison(("NHD", 4.0, 3.9, 4.1, 0.02), ("NHD", 1.0, 0.99, 1.01, 0.02)).assign(disturbed=[True, False])
+    [mean] = stats.summarise(table, ["layout"]).to_dict("records")
+    assert (mean["speedup"], mean["verdict"]) == (pytest.approx(2), "UNDECIDED")
+    for disturbed, word in ([False, True], "FASTER"), ([True, True], "UNDECIDED"), ([False, False], "FASTER"):
+        assert stats.summarise(table.assign(disturbed=disturbed), ["layout"])["verdict"].tolist() == [word]
+
+
 # ---------------------------------------------------------------------------------------------------------- summaries
 
 

@@ -355,17 +355,30 @@ def test_samples_carry_the_clock_around_them_and_what_throttled():
     gpu = FakeGpu()
 
     def power_cap(at: Cell, stage: str, visits: int) -> None:
-        gpu.throttles = visits >= 1  # from the first visit on: the second round hears of it
+        gpu.throttles = visits == 2  # from the second round's first visit to its last
 
-    run = Run(graph, call, rounds=2, gpu=gpu, also=power_cap)
+    run = Run(graph, call, rounds=4, gpu=gpu, also=power_cap)
     for one in (graph, call):
-        assert [row["throttled"] for row in run.of(one)] == [""] * 3 + ["software power cap"] * 3
+        said = [row["throttled"] for row in run.of(one)]  # before a round or after it
+        assert said == [""] * 3 + ["software power cap"] * 6 + [""] * 3
     clocks = [row["sm_clock_mhz"] for row in run.of(graph)]
-    assert [clocks.count(clock) for clock in sorted(set(clocks))] == [3, 3]  # one before and after each visit
+    assert [clocks.count(clock) for clock in sorted(set(clocks))] == [3] * 4  # one before and after each visit
     assert all(clock % 1 == 0.5 for clock in clocks)  # the mean of two probes that follow one another
-    assert len({row["sm_clock_mhz"] for row in run.of(call)}) == 6  # one before each call
+    assert len({row["sm_clock_mhz"] for row in run.of(call)}) == 12  # one before each call
     host = cell(FAST, "host")
     assert {row["sm_clock_mhz"] for row in Run(host).of(host)} == {None}
+
+
+def test_a_round_carries_every_reason_that_was_given_around_it_once():
+    class Told(FakeGpu):
+        given = iter(["software power cap", "software power cap, power brake", None, None, "", ""])
+
+        def throttled(self) -> str | None:
+            return next(self.given)
+
+    run = Run(cell(FAST), rounds=5, gpu=Told())
+    both = "software power cap, power brake"
+    assert [row["throttled"] for row in run.of(cell(FAST))][::3] == [both, both, None, "", ""]
 
 
 # ------------------------------------------------------------------------------------------------------- what rotates

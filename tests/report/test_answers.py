@@ -248,7 +248,7 @@ def test_cells_that_failed_are_listed_with_their_reasons(gpu):
     facts = answers.provenance(gpu).set_index("what")["value"]
     assert facts["cells without a time"] == "2 error, 84 unsupported"
     assert facts["samples"].endswith("3 workers x up to 5 rounds") and "580.1" in facts["driver, CUDA"]
-    assert "(graph, produced)" in facts["noise floor"] and facts["throttled"] == "0.0% of samples"
+    assert "(graph, produced)" in facts["noise floor"] and facts["disturbed"] == "0.0% of rounds"
 
 
 def test_reasons_that_differ_in_numbers_only_are_one_row(cpu):

@@ -128,8 +128,19 @@ def test_between_gpus_no_noise_across_runs_is_known(against, first):
     assert "in no margin" in compared.caution()
 
 
+def test_a_verdict_rests_on_rounds_that_nothing_disturbed(against, first):
+    faster, capped = rerun(first, {"triton": 0.5}), "software power cap"
+    few = against(faster.assign(throttled=faster["throttled"].mask(faster["round"] > 0, capped))).cells
+    triton = few[few["copy"] == "triton"]
+    assert set(triton["verdict"]) == {"UNDECIDED"} and triton["disturbed"].all()
+    assert triton["reason"].str.startswith(capped).all() and triton["reason"].str.endswith("of B: too few others").all()
+    one = against(faster.assign(throttled=faster["throttled"].mask(faster["round"] == 0, capped))).cells
+    assert set(one.loc[one["copy"] == "triton", "verdict"]) == {"FASTER"} and not one["disturbed"].any()
+
+
 def test_short_calls_are_not_judged(against, first):
-    base = pd.concat([first, of(first, "limit.launch").assign(copy="limit.event")]).assign(timer="call")
+    graphs = first[first["timer"] == "graph"]
+    base = pd.concat([graphs, of(first, "limit.launch").assign(copy="limit.event")]).assign(timer="call")
     moved = dict.fromkeys(("kvnb", "kvnb.again", "torch.index_put"), 0.2)
     cells = against(rerun(base, moved, copy_version="1"), base).cells
     short = cells[cells["copy"] == "kvnb"].nsmallest(1, "seconds_a").iloc[0]

@@ -1,6 +1,12 @@
 """Notebooks in batch: a target is only ever complete, and a failure keeps what it got to and why."""
 
+import contextlib
+import json
+import os
+import select
 import sys
+import tempfile
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -55,25 +61,105 @@ def test_a_failure_keeps_its_traceback_and_a_later_success_replaces_it(run):
     outcome, notebook = run("1 / 0", "print('never')")
     assert outcome.failure[-1] == "ZeroDivisionError: division by zero"
     assert files(outcome) == [f"{NOTEBOOK}.failed.ipynb"]
-    assert notebook.cells[-3].outputs[0].ename == "ZeroDivisionError"
-    assert notebook.cells[-1].source.endswith("ZeroDivisionError: division by zero")
+    assert notebook.cells[-2].outputs[0].ename == "ZeroDivisionError"
+    assert notebook.cells[1].source.startswith("**This notebook did not finish.**")
+    assert notebook.cells[1].source.endswith("    ZeroDivisionError: division by zero")
     assert "never" not in text(notebook)
     outcome, _ = run("print('mended')")
     assert files(outcome) == [f"{NOTEBOOK}.ipynb"]
 
 
 def test_a_dead_kernel_is_said_to_be_dead(run):
-    outcome, notebook = run("import os; os._exit(3)")
-    assert "the kernel died" in outcome.failure[0]
+    outcome, notebook = run("import os\nprint('at case 7', file=sys.stderr, flush=True)\nos._exit(3)")
+    assert outcome.failure == ("at case 7", "the kernel ended, exit status 3")
     assert sys.executable in text(notebook)
-    assert "the kernel died" in notebook.cells[-1].source
+    assert notebook.cells[1].source.endswith("\n\n    at case 7\n    the kernel ended, exit status 3")
+
+
+def ended(pid):
+    """Wait until a process that is no child of ours has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        assert select.select([os.pidfd_open(pid)], [], [], 60)[0]
+
+
+def test_a_kernel_killed_for_memory_takes_all_that_it_started_along(run):
+    """Killed as a system kills that is out of memory: by SIGKILL. Its workers would go on using the GPU."""
+    child = "import os, signal, subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)"
+    outcome, notebook = run(child, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert outcome.failure == ("the kernel died of signal 9 (Killed, as a system does that runs out of memory)",)
+    assert files(outcome) == [f"{NOTEBOOK}.failed.ipynb"]
+    ended(int(text(notebook).splitlines()[1]))
+
+
+def test_a_kernel_that_does_not_start_is_a_failure_of_its_notebook(run, monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no Python starts with it
+    outcome, _ = run()
+    assert "Kernel died before replying" in outcome.failure[-1]
+    assert files(outcome) == [f"{NOTEBOOK}.failed.ipynb"]
+
+
+def test_what_is_no_notebook_is_a_failure_too(run, tmp_path):
+    run()
+    (paths.NOTEBOOKS / f"{NOTEBOOK}.ipynb").write_text('{"cells": [')
+    outcome = execute.execute(NOTEBOOK, {}, tmp_path / "out")
+    assert "JSON" in outcome.failure[-1] and files(outcome) == [f"{NOTEBOOK}.failed.ipynb"]
+
+
+def test_a_cell_that_leaves_early_is_a_failure(run):
+    """papermill takes exit status 0 for success, whatever cells are left."""
+    outcome, notebook = run("sys.exit(0)", "print('never')")
+    assert outcome.failure[-1] == "SystemExit: a cell left the notebook early"
+    assert files(outcome) == [f"{NOTEBOOK}.failed.ipynb"] and "never" not in text(notebook)
 
 
 def test_a_notebook_has_a_time_limit(run, monkeypatch):
-    monkeypatch.setitem(execute.TIME_LIMITS, NOTEBOOK, 5)
-    outcome, notebook = run("import threading; threading.Event().wait()")
-    assert outcome.failure == ("a cell took longer than 5 s",)
+    """Even where its kernel answers nothing: pause() is called with Python's lock held, and signals are blocked."""
+    monkeypatch.setitem(execute.TIME_LIMITS, NOTEBOOK, 4)
+    block = "import ctypes, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"
+    outcome, notebook = run(f"{block}\nctypes.PyDLL(None).pause()")
+    assert outcome.failure == (f"{NOTEBOOK} took longer than its 4 s",)
     assert sys.executable in text(notebook)
+
+
+def test_the_limit_is_the_notebooks_and_not_a_cells(run, monkeypatch):
+    monkeypatch.setitem(execute.TIME_LIMITS, NOTEBOOK, 3)
+    outcome, _ = run(*["import threading; threading.Event().wait(1)"] * 4)
+    assert outcome.failure == (f"{NOTEBOOK} took longer than its 3 s",)
+
+
+SOCKETS = """import json
+from pathlib import Path
+shell = get_ipython()
+mine = {link.readlink().name for link in Path('/proc/self/fd').iterdir() if link.is_symlink()}
+rows = [line.split() for name in ('tcp', 'tcp6') for line in open(f'/proc/self/net/{name}').readlines()[1:]]
+tcp = [row[1].split(':')[0] for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in mine]
+rows = [line.split() for line in open('/proc/self/net/unix')]
+ipc = sorted({row[7] for row in rows if row[3] == '00010000' and f'socket:[{row[6]}]' in mine and len(row) == 8})
+mode = {oct(Path(path).parent.stat().st_mode & 0o777) for path in ipc}
+print(json.dumps([tcp, ipc, sorted(mode), shell.kernel.parent.transport, shell.profile_dir.location]))"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/unix").exists(), reason="sockets are listed in /proc, which is not here")
+def test_kernels_speak_over_sockets_in_a_private_folder_with_a_short_path(run, tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    outcome, notebook = run(SOCKETS)
+    assert not outcome.failure, outcome.failure
+    tcp, ipc, mode, transport, profile = json.loads(text(notebook).splitlines()[-1])
+    assert transport == "ipc" and len(ipc) == 5 and mode == ["0o700"]
+    assert tcp in ([], ["0100007F"]), "but for ipykernel's own pipe on 127.0.0.1, nothing listens on TCP"
+    (folder,) = {Path(path).parent for path in ipc}
+    assert folder.is_absolute() and max(map(len, ipc)) < execute.SOCKET_BYTES
+    assert Path(profile).parent == folder and not folder.exists(), "nothing of the user's profile runs, nothing is left"
+
+
+def test_without_a_short_temporary_folder_no_kernel_starts(run, monkeypatch):
+    monkeypatch.setattr(execute, "SOCKET_BYTES", len(execute.SOCKET))
+    with pytest.raises(ValueError, match="set TMPDIR"):
+        run()
 
 
 def test_wrong_parameters_start_no_kernel(run, tmp_path):

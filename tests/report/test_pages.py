@@ -17,6 +17,9 @@ from kvnb.report import answers, front, pages
 from kvnb.report.execute import Outcome
 
 EVIL = "<script>alert(1)</script><img src='http://example.com/x.png'>"
+MACHINE = ("gpu", "cpu", "torch", "driver", "cuda", "triton", "python", "gpu_uuid", "run_id", "kvnb_commit")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+UNSHOWN = ("image/svg+xml", "application/javascript", "text/latex", "text/vnd.mermaid", "application/x-foreign")
 DOT = base64.b64encode(b"not a real picture").decode()
 
 
@@ -53,6 +56,11 @@ def outputs():
         new("display_data", {"image/png": DOT}, metadata={"image/png": {"alt": 'Lines: 2.1 "times"'}}),
         new("execute_result", {"text/plain": EVIL}),
         new("error", ename="E", evalue=EVIL, traceback=[f"\x1b[31mE\x1b[0m: {EVIL}"]),
+        new("display_data", {"text/html": f"<div>{EVIL}</div>", "text/plain": "as text"}),
+        new("display_data", {"text/html": f"<table><tr><td onclick='x'>{EVIL}</td></tr></table>"}),
+        new("display_data", {"text/markdown": "![seen](http://example.com/x.png) [here](http://example.com/y)"}),
+        new("display_data", {"text/markdown": "<http://example.com/z> and [later][1]\n\n[1]: http://example.com/l"}),
+        *(new("display_data", {kind: EVIL}) for kind in UNSHOWN),
     ]
 
 
@@ -79,6 +87,9 @@ def test_a_notebooks_page(notebook):
     assert "What is copied" in page.text
     assert page.text.count("<script>alert(1)</script>") >= 5  # shown, not run
     assert [picture["alt"] for picture in page.all("img")] == ['Lines: 2.1 "times"']
+    assert {link["href"] for link in page.all("a")} == {"index.html", "01_copies.html"}
+    assert "as text" in page.text and "[here](http://example.com/y)" in page.text
+    assert len(page.all("table")) == 1, "of HTML, a table whose cells are escaped, and nothing else"
     assert len(page.all("details")) == 1
     assert "\x1b" not in page.text
     assert next(link["href"] for link in page.all("a") if "aria-current" in link) == "01_copies.html"
@@ -126,12 +137,57 @@ def test_the_index_says_what_failed(site, notebook):
     assert "ValueError: 3 < 4" in page.text
 
 
-def test_what_a_run_file_says_is_escaped(site, notebook, cpu):
-    folder, _ = site
-    path = results.save(cpu.samples.assign(cpu=EVIL, torch="<b>2"), paths.LOCAL / "evil.parquet")
-    page = Page(pages.report(folder, [notebook], [path]))
-    is_safe(page)
-    assert EVIL in page.text
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory, gpu):
+    """A report of a GPU run in which the name of every machine, copy and version is markup: its folder."""
+    folder = tmp_path_factory.mktemp("evil")
+    hostile = {name: f"{name} {EVIL} ![a](http://example.com/{name}) $\\bad$" for name in MACHINE}
+    few = gpu.samples["layout"].eq("packed") & gpu.samples["num_kv_heads"].eq(8)
+    samples = gpu.samples[few].assign(**hostile)
+    samples.loc[samples["copy"].eq("triton"), "copy"] = f"mine {EVIL}"
+    path = results.save(samples, folder / "evil.parquet")
+    run = answers.load(path)
+    told = [answers.headline(run), answers.note([run]), *answers.sentences(run)]
+    tables = [answers.provenance(run), answers.verdict_table(run, run.copies), answers.limits_table(run)]
+    shown = [{"text/markdown": text} for text in told] + [{"text/html": one.to_html(index=False)} for one in tables]
+    cell = nbformat.v4.new_code_cell("runs", outputs=[nbformat.v4.new_output("display_data", data) for data in shown])
+    compared = folder / "03_compare.failed.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Compared"), cell]), compared)
+    pages.report(folder, [Outcome("03_compare", compared, (f"ValueError: {EVIL}",))], [path])
+    return folder
+
+
+def test_what_a_run_file_says_is_escaped(evil):
+    for name in ("index", "03_compare"):
+        page = Page(evil / f"{name}.html")
+        is_safe(page)
+        assert page.text.count("<script>alert(1)</script>") >= 5
+        assert not [link for link in page.all("a") if "example.com" in link["href"]]
+    summary = (evil / "summary.md").read_text()
+    assert "cpu &lt;script>" in summary or "gpu &lt;script>" in summary
+    assert "<" not in summary and "](" not in summary
+    chart = Page(evil / "explore.html")
+    assert len(chart.all("script")) == 2 and not chart.all("img")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+def test_a_browser_runs_and_fetches_nothing_of_it(evil):
+    """Even without the pages' own policy, which would forbid it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = chromium.new_context(bypass_csp=True).new_page()
+        asked, alerts = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+        opened = [(evil / f"{name}.html").as_uri() for name in ("index", "03_compare", "explore")]
+        for address in opened:
+            page.goto(address)
+        page.locator("#body tr").first.wait_for(state="attached")
+        assert "<script>alert(1)</script>" in page.locator("#body").text_content()
+        assert [url for url in asked if not url.startswith("data:")] == opened
+        assert alerts == []
+        chromium.close()
 
 
 def test_the_verdicts_are_a_matrix_of_words_and_colours(site, notebook):
@@ -150,14 +206,12 @@ def test_the_verdicts_are_a_matrix_of_words_and_colours(site, notebook):
         for cell, (colour, words) in zip(cells, shown):
             words = " ".join(re.sub(r"<[^>]+>", " ", words).split())
             assert (colour, words) == (("none", "not measured") if cell is None else (cell.colour, " ".join(
-                [cell.speedup, cell.verdict, *([f"but {cell.lost}"] if cell.lost else []), cell.ends, cell.spread]
+                [cell.speedup, cell.verdict, *([f"but {cell.but}"] if cell.but else []), cell.ends, cell.spread]
             )))  # fmt: skip
     assert {"faster", "slower", "mixed", "none"} <= set(re.findall(r'<td class="(\w+)">', text))
 
 
-def test_the_figures_that_matter_are_small_and_described(
-    site, notebook, padding_file, by_release, monkeypatch, capsys
-):
+def test_the_figures_that_matter_are_small_and_described(site, notebook, padding_file, by_release, monkeypatch, capsys):
     folder, runs = site
     monkeypatch.setitem(sys.modules, "altair", None)
     (folder / "explore.html").write_text("an earlier report's")

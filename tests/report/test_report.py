@@ -39,9 +39,16 @@ def write_notebook(name, source):
 
 def report_mine(*more):
     """`kvnb report` on the finished run, asking for what it holds."""
-    held = ",".join(sorted(set(results.load(paths.LOCAL / "mine.parquet")["copy"])))
-    asked = ["--run", "mine", "--device", "cpu", "--grid", "full", "--copies", held, *more]
-    return CliRunner().invoke(cli.app, ["report", *asked])
+    return CliRunner().invoke(cli.app, ["report", *held("mine"), *more])
+
+
+def held(run):
+    """The options that ask for what a finished run holds."""
+    samples = results.load(paths.LOCAL / f"{run}.parquet")
+    sizes = {"--workers": samples["worker"].max() + 1, "--rounds": samples["round"].max() + 1}
+    copies = ",".join(sorted(set(samples["copy"])))
+    asked = ["--run", run, "--device", "cpu", "--grid", "full", "--copies", copies]
+    return [*asked, *(str(part) for pair in sizes.items() for part in pair)]
 
 
 def test_a_finished_run_is_not_taken_for_another(place):
@@ -64,18 +71,6 @@ def test_a_report_of_the_live_and_the_recorded_run(place):
     assert "data/local/mine.parquet" in compared
     assert "data/recorded/h200/2026-11-30_full_0123abc.parquet" in compared
     assert str(place) not in compared
-
-
-def test_a_failed_notebook_fails_the_report_and_the_others_still_run(place):
-    write_notebook("01_copies", "1 / 0")
-    done = report_mine()
-    assert done.exit_code == 1
-    assert "ZeroDivisionError" in done.output
-    assert not (paths.REPORTS / "latest").exists()
-    index = (paths.REPORTS / "mine" / "index.html").read_text()
-    assert "01_copies failed" in index
-    assert "ZeroDivisionError" in (paths.REPORTS / "mine" / "01_copies.html").read_text()
-    assert (paths.REPORTS / "mine" / "03_compare.ipynb").is_file()
 
 
 def test_rendering_the_record_twice_gives_the_same_bytes(place):

@@ -1,0 +1,237 @@
+"""Reports whose notebooks fail, that are stopped, that run side by side; pages whose data is hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+from test_report import held, place, report_mine, write_notebook  # noqa: F401  place is a fixture
+
+from kvnb import paths
+from kvnb.report import execute, files
+
+PATHS = ("ROOT", "LOCAL", "RECORDED", "REPORTS", "NOTEBOOKS")
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """A warm parent of processes: it has imported what a report needs, and started nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvnb.cli", "kvnb.report.pages", "torch", "test_report"])
+    return context
+
+
+@pytest.fixture
+def small(place, monkeypatch):  # noqa: F811
+    """The place less what takes long and is not what is tested: a recorded run, explore.html."""
+    shutil.rmtree(paths.RECORDED / "h200")
+    monkeypatch.setitem(sys.modules, "altair", None)
+    return place
+
+
+# ---------------------------------------------------------------------------------------- notebooks that do not finish
+
+
+def test_what_stops_a_notebook_stops_no_other(small, monkeypatch):
+    monkeypatch.setitem(execute.TIME_LIMITS, "03_compare", 3)
+    write_notebook("01_copies", "[][7]")
+    write_notebook("02_measure", "import os, signal, sys\nprint('at case 7', file=sys.stderr, flush=True)\n"
+                   "os.kill(os.getpid(), signal.SIGKILL)")  # fmt: skip
+    write_notebook("03_compare", "import threading\nthreading.Event().wait()")
+    folder = paths.REPORTS / "mine"
+    folder.mkdir()
+    for name in ("01_copies.ipynb", "03_compare.ipynb", "index.html"):
+        (folder / name).write_text("an earlier report's")
+    done = report_mine()
+    assert done.exit_code == 1, done.output
+    index, summary = (folder / "index.html").read_text(), (folder / "summary.md").read_text()
+    died = "the kernel died of signal 9 (Killed, as a system does that runs out of memory)"
+    stopped = {"01_copies": ["IndexError: list index out of range"], "02_measure": ["at case 7", died]}
+    stopped["03_compare"] = ["03_compare took longer than its 3 s"]
+    blocks = dict(re.findall(r'<div class="failed"><h2>(\w+) failed</h2>.*?<pre tabindex="0">(.*?)</pre>', index, re.S))
+    for name, last in stopped.items():
+        assert blocks[name].splitlines()[-len(last) :] == last
+        assert [line in done.output for line in last] == [True] * len(last)
+        page = (folder / f"{name}.html").read_text()
+        told = page.partition("This notebook did not finish.")[2].partition("</code>")[0]
+        assert told.strip().endswith(last[-1]) and "(not finished)</title>" in page
+    assert list(blocks) == list(stopped) and "(not finished)</title>" in index
+    assert "**Not finished: 01_copies, 02_measure, 03_compare failed" in summary
+    left = sorted(path.stem for path in folder.glob("*.ipynb"))
+    assert left == ["01_copies.failed", "02_measure.failed", "03_compare.failed", "04_null_block"]
+    assert "did not finish" not in (folder / "04_null_block.html").read_text()
+    assert not (paths.REPORTS / "latest").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ side by side
+
+
+def in_fork(where: dict, target, *arguments):
+    """In a process of its own: the test's folders, then target(*arguments), whose result is its exit status."""
+    for name, path in where.items():
+        setattr(paths, name, path)
+    sys.exit(target(*arguments))
+
+
+def start(forks, target, *arguments):
+    where = {name: getattr(paths, name) for name in PATHS}
+    process = forks.Process(target=in_fork, args=(where, target, *arguments))
+    process.start()
+    return process
+
+
+def one_report(run: str) -> int:
+    from typer.testing import CliRunner
+
+    from kvnb import cli
+
+    sys.modules["altair"] = None
+    return CliRunner().invoke(cli.app, ["report", *held(run)]).exit_code
+
+
+def test_two_reports_at_once_do_not_disturb_each_other(small, forks, monkeypatch):
+    """Their kernels are alive at the same time: in its second notebook, each waits for the other."""
+    shutil.copy(paths.LOCAL / "mine.parquet", paths.LOCAL / "yours.parquet")
+    mine, yours = small / "mine", small / "yours"
+    os.mkfifo(mine), os.mkfifo(yours)
+    write_notebook(
+        "02_measure",
+        f"if run == 'mine':\n    open({str(mine)!r}, 'w').close(); open({str(yours)!r}).close()\n"
+        f"else:\n    open({str(mine)!r}).close(); open({str(yours)!r}, 'w').close()\nrun",
+    )
+    monkeypatch.setitem(execute.TIME_LIMITS, "02_measure", 120)  # where the other does not come
+    other = start(forks, one_report, "yours")
+    done = report_mine()
+    other.join()
+    assert (done.exit_code, other.exitcode) == (0, 0), done.output
+    for run, not_its in (("mine", "yours"), ("yours", "mine")):
+        cells = nbformat.read(paths.REPORTS / run / "02_measure.ipynb", as_version=4).cells
+        assert cells[-1].outputs[0].data["text/plain"] == repr(run)
+        compared = (paths.REPORTS / run / "03_compare.html").read_text()
+        assert f"data/local/{run}.parquet" in compared and f"data/local/{not_its}.parquet" not in compared
+    assert (paths.REPORTS / "latest").resolve().name in ("mine", "yours")
+    assert sorted(path.name for path in paths.REPORTS.iterdir()) == ["latest", "mine", "yours"]
+
+
+def claim(folder: Path, told, until) -> int:
+    with files.claimed(folder):
+        told.send(os.getpid())
+        until.poll(None)
+    return 0
+
+
+def test_a_folder_has_one_writer_and_says_which(small, forks):
+    folder = paths.REPORTS / "mine"
+    folder.mkdir()
+    (folder / "index.html").write_text("an earlier report's")
+    heard, told = forks.Pipe(duplex=False)
+    until, _end = forks.Pipe(duplex=False)
+    first = start(forks, claim, folder, told, until)
+    pid = heard.recv()
+    with pytest.raises(ValueError, match=rf"another process, {pid}, writes .*mine: .*choose another run name"):
+        files.claimed(folder).__enter__()
+    assert not (folder / "index.html").exists(), "what looks finished while it is written"
+    os.kill(pid, signal.SIGKILL)
+    first.join()
+    with files.claimed(folder):  # one that died lets go
+        pass
+    assert list(folder.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ stopped
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file(small, forks, number):
+    fifo = small / "fifo"
+    os.mkfifo(fifo)
+    write_notebook(
+        "03_compare",
+        "import json, os, threading\n"
+        f"with open({str(fifo)!r}, 'w') as pipe:\n"
+        "    json.dump([os.getpid(), get_ipython().profile_dir.location], pipe)\n"
+        "threading.Event().wait()",
+    )
+    process = start(forks, execute.execute, "03_compare", {}, small / "out")
+    kernel, profile = json.loads(fifo.read_text())
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == {signal.SIGINT: 1, signal.SIGTERM: 128 + signal.SIGTERM}[number]
+    with contextlib.suppress(ProcessLookupError):
+        assert select.select([os.pidfd_open(kernel)], [], [], 60)[0]
+    assert not Path(profile).parent.exists() and not (small / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------- refused before a kernel
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--grid", ""], "grid: '' is not one of quick, full, releases, padding"),
+        (["--grid", "padding"], "a CPU has quick and full"),
+        (["--copies", ""], "copies: '' is not one of kvnb"),
+        (["--copies", "kvnb,kvmb"], "did you mean kvnb?"),
+        (["--timers", "graph"], "valid on cpu are all, wall"),
+        (["--device", "cuda:99"], "valid: auto, cpu"),
+        (["--workers", "7e12345"], "valid int"),
+        (["--rounds", "1e-3"], "valid int"),
+        (["--workers", "true"], "valid int"),
+        (["--run", "a/b"], "begin with a letter or digit"),
+        (["--girdle", "full"], "No such option"),
+    ],
+)
+def test_a_report_is_refused_before_a_kernel_starts(small, asked, told):
+    (small / "notebooks").rename(small / "none")  # no kernel has anything to run
+    done = report_mine(*asked)
+    assert (done.exit_code, " ".join(done.output.replace("│", " ").split()).count(told)) == (2, 1), done.output
+    assert not list(paths.REPORTS.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ make lab
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_lab_keeps_its_token(tmp_path):
+    """The server that the recipe starts answers to its token, and to nobody without."""
+    pytest.importorskip("jupyterlab", reason="needs JupyterLab: pip install jupyterlab")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "JUPYTER_"))}
+    make = ["make", "-n", "lab", "VENV=", f"PYTHON={sys.executable}"]
+    recipe = subprocess.run(make, cwd=paths.ROOT, env=kept, capture_output=True, text=True, check=True).stdout
+    (command,) = [line for line in recipe.splitlines() if "jupyter lab" in line]
+    assert not re.search(r"token|password|xsrf|origin|\bip=|remote", command)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    opened = tmp_path / "opened"  # what the server tells the browser, once it listens
+    os.mkfifo(opened)
+    browser = {"BROWSER": f"sh -c 'echo %s > {opened}'"}
+    more = [f"--ServerApp.port={port}", "--ServerApp.use_redirect_file=False", *["--allow-root"] * (os.geteuid() == 0)]
+    folders = {f"JUPYTER_{name}_DIR": str(tmp_path) for name in ("CONFIG", "RUNTIME", "DATA")}
+    with open(os.open(opened, os.O_RDONLY | os.O_NONBLOCK)) as heard, open(tmp_path / "said", "w") as said:
+        started = f"exec {command} {' '.join(more)}"
+        server = subprocess.Popen(started, shell=True, cwd=paths.ROOT, env=kept | folders | browser, stderr=said)
+        try:
+            assert select.select([heard], [], [], 60)[0], (tmp_path / "said").read_text()
+            host, token = re.match(r"(http://[\w.]+:\d+)/\S*\?token=(\w+)$", heard.readline()).groups()
+            assert len(token) >= 32
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(f"{host}/api/contents")
+            with urllib.request.urlopen(f"{host}/api/contents?token={token}") as answer:
+                assert "notebooks" in answer.read().decode()
+        finally:
+            server.kill()
+            server.wait()
