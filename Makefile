@@ -46,7 +46,7 @@ export PYTHONPATH := $(CURDIR)$(if $(SITE),:$(CURDIR)/$(SITE))
 # `make test` must not reach pytest's children through MAKEFLAGS
 unexport MAKEFLAGS MAKEOVERRIDES
 
-.PHONY: help report test lab measure render record readme trust lint needs wheelhouse clean set-up python
+.PHONY: help report test lab measure render record compare readme trust lint needs wheelhouse clean set-up python
 
 help: ## list the verbs
 	@echo 'make VERB [NAME=value ...]'
@@ -83,7 +83,7 @@ readme: set-up ## splice the newest record's answer into README.md
 	@$(RUNNER) -m cogapp -r README.md
 
 trust: set-up ## count again what README's section on trust tells
-	@$(RUNNER) -m pytest --trust tests/trust.txt $(shell cut -d: -f1 tests/trust.txt | sort -u)
+	@$(RUNNER) -m pytest --trust tests/trust.txt $(shell grep -rl --include='test_*.py' '"trust"' tests)
 
 lint: set-up ## lint, layers, stripped notebooks, README
 	@$(RUNNER) -m pytest tests/test_lint.py tests/test_layers.py

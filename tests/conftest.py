@@ -20,6 +20,8 @@ hypothesis.settings.load_profile("kvnb")
 
 TRUST = Path(__file__).with_name("trust.txt")  # a line per test: its id, a tab, what it counted
 _counted: dict[str, str] = {}
+_ran: set[str] = set()  # files whose tests this session ran
+_skipped: set[str] = set()
 
 
 def pytest_addoption(parser):
@@ -27,6 +29,9 @@ def pytest_addoption(parser):
 
 
 def pytest_runtest_logreport(report):
+    _ran.add(report.nodeid.partition("::")[0])
+    if report.skipped:
+        _skipped.add(report.nodeid)
     if report.when == "call" and report.passed:
         for name, told in report.user_properties:
             if name == "trust":
@@ -40,7 +45,8 @@ def pytest_sessionfinish(session):
     file = Path(asked) if asked else TRUST
     known = dict(line.split("\t") for line in file.read_text().splitlines()) if file.is_file() else {}
     if asked:
-        file.write_text("".join(f"{test}\t{told}\n" for test, told in sorted({**known, **_counted}.items())))
+        kept = {test: told for test, told in known.items() if test in _skipped or test.partition("::")[0] not in _ran}
+        file.write_text("".join(f"{test}\t{told}\n" for test, told in sorted({**kept, **_counted}.items())))
     elif stale := [test for test, told in _counted.items() if known.get(test) != told]:
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         terminal.write_line(f"\n{TRUST.name} is older than {', '.join(stale)}: make trust, make readme", red=True)
