@@ -20,7 +20,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from kvnb import machine, paths
 
@@ -44,6 +43,10 @@ class BuildError(RuntimeError):
     """The ops cannot be built or loaded here; the message says what is missing and what to type."""
 
 
+class _Rejected(BuildError):
+    """What a compiler made of csrc/, or did not: it takes seconds to hear, and would be the same again."""
+
+
 def load():
     """Build (or find) and load the ops; returns `torch.ops.kvnb`. The CUDA ops come along where torch sees a GPU.
 
@@ -54,26 +57,18 @@ def load():
 
 def load_for(device: str):
     """`load()`, with the ops of one device type only: "cpu" or "cuda". Raises BuildError."""
-    libraries = [_library(name) for name in (["kvnb_cpu", "kvnb_cuda"] if device == "cuda" else ["kvnb_cpu"])]
-    try:
-        _build_all([library for library in libraries if not library.is_complete])
-    except (OSError, NotImplementedError) as error:  # the latter: of a file system without locks
-        raise BuildError(
-            f"cannot build in {paths.CACHE} ({error}); name a folder that can be written: KVNB_CACHE=/some/folder"
-        ) from error
-    for library in libraries:
-        _load(library)
+    _have(_libraries(device))
     return torch.ops.kvnb
 
 
-@cache
 def problem(device: str) -> str | None:
     """Why the ops of a device type cannot be had here, or None: the reason that unsupported rows carry."""
+    if _loaded.keys() >= set(_names(device)):
+        return None
     try:
-        load_for(device)
-    except BuildError as error:
+        return _failure(_libraries(device), _environment())
+    except BuildError as error:  # told in no time, and so anew each time: a notebook's user may have mended it
         return str(error)
-    return None
 
 
 def no_compiler() -> str | None:
@@ -83,6 +78,24 @@ def no_compiler() -> str | None:
     except BuildError as error:
         return str(error)
     return None
+
+
+@cache
+def _failure(libraries: tuple[_Library, ...], environment: frozenset) -> str | None:
+    """Why the compiler rejects these, or None: kept while they and the environment are the same, but for `load`."""
+    try:
+        _have(libraries)
+    except _Rejected as error:
+        return str(error)
+    return None
+
+
+def _environment() -> frozenset[tuple[str, str]]:
+    return frozenset(os.environ.items())
+
+
+def _names(device: str) -> list[str]:
+    return ["kvnb_cpu", "kvnb_cuda"] if device == "cuda" else ["kvnb_cpu"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,22 @@ class _Library:
         )
 
 
+def _have(libraries: tuple[_Library, ...]) -> None:
+    """Build those that are not there, and load all."""
+    try:
+        _build_all([library for library in libraries if not library.is_complete])
+    except (OSError, NotImplementedError) as error:  # the latter: of a file system without locks
+        raise BuildError(
+            f"cannot build in {paths.CACHE} ({error}); name a folder that can be written: KVNB_CACHE=/some/folder"
+        ) from error
+    for library in libraries:
+        _load(library)
+
+
+def _libraries(device: str) -> tuple[_Library, ...]:
+    return tuple(map(_library, _names(device)))
+
+
 def _library(name: str) -> _Library:
     _sources(name)
     cuda = name == "kvnb_cuda"
@@ -120,7 +149,10 @@ def _library(name: str) -> _Library:
     flags = tuple(_cuda_flags()) if cuda else ()
     library = _Library(name, _key(compilers, flags), flags)
     if _loaded.get(name, library.key) != library.key:
-        raise BuildError("csrc/ changed after its ops were loaded: restart this process (in JupyterLab: the kernel)")
+        raise BuildError(
+            "csrc/ or its compilers (CXX, CUDA_HOME) changed after its ops were loaded: restart this process (in "
+            "JupyterLab: the kernel)"
+        )
     return library
 
 
@@ -150,20 +182,13 @@ def _build_all(cold: list[_Library]) -> None:
 @contextmanager
 def _alone(library: _Library) -> Iterator[None]:
     """Hold a build folder's lock, which the system releases when its holder dies, unlike torch's own `lock`."""
-    lock, holder = FileLock(f"{library.folder}.filelock"), library.folder / "builder"
-    library.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        by = f"process {holder.read_text()}" if holder.exists() else "another process"
-        told = f"kvnb: waiting for {by}, which builds {library.folder}; if it hangs, end it"
-        print(told, file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        holder.write_text(f"{os.getpid()} on {platform.node()}")
+    lock, fix = Path(f"{library.folder}.filelock"), "name a folder that can be written: KVNB_CACHE=/some/folder"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(paths.held(lock, library.folder / "builder", f"builds {library.folder}", fix))
+        except ValueError as error:
+            raise BuildError(f"cannot build in {paths.CACHE}: {error}") from error
         yield
-    finally:
-        lock.release()
 
 
 def _build_once(library: _Library, plain: str) -> None:
@@ -182,7 +207,7 @@ def _try_nvcc(library: _Library) -> None:
     command = [nvcc, *shlex.split(" ".join(library.flags)), "-E", "-x", "cu", os.devnull, "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(_advised(f"{nvcc} fails", done.stderr))
+        raise _Rejected(_advised(f"{nvcc} fails", done.stderr))
 
 
 def _build(library: _Library, plain: str) -> None:
@@ -202,14 +227,14 @@ def _build(library: _Library, plain: str) -> None:
             with_cuda=cuda,
         )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        raise BuildError(_advised(f"building {library.name} in {library.folder} failed", _words(error))) from error
+        raise _Rejected(_advised(f"building {library.name} in {library.folder} failed", _words(error))) from error
 
 
 def _refuse_private_runtime(library: _Library) -> None:
     """A library with a C++ runtime of its own inside crashes Python where it should raise ValueError."""
     needs = library.file.read_bytes()
     if sys.platform == "linux" and b"libstdc++.so" not in needs and b"libc++.so" not in needs:
-        raise BuildError(
+        raise _Rejected(
             f"{_cxx_program()} links the C++ runtime statically, so that an error in a kernel's arguments would crash "
             "Python; set CXX to a compiler that does not, for example CXX=/usr/bin/c++"
         )
@@ -231,13 +256,15 @@ def _tools(cuda: bool) -> Iterator[str]:
     """
     from torch.utils import cpp_extension
 
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.clear()  # else a second try in this process builds nothing
+    for library in LIBRARIES:  # else a second try in this process builds nothing
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(library, None)
     path, cxx = os.environ["PATH"], os.environ.get("CXX")
     links = {"TORCH_LIB_PATH": Path(torch.__file__).parent / "lib", **({"CUDA_HOME": _cuda_home()} if cuda else {})}
+    theirs = {name: getattr(cpp_extension, name) for name in links}  # and torch.compile's
     os.environ["PATH"] = os.pathsep.join([str(_ninja().parent), path])
     os.environ["CXX"] = _cxx_program()
     try:
-        with tempfile.TemporaryDirectory(prefix="kvnb") as plain:
+        with _plain_folder() as plain:
             for name, folder in links.items():
                 Path(plain, name).symlink_to(folder)
                 setattr(cpp_extension, name, f"{plain}/{name}")
@@ -245,9 +272,21 @@ def _tools(cuda: bool) -> Iterator[str]:
                 Path(plain, "libcudart.so").symlink_to(runtime)
             yield plain
     finally:
+        for name, value in theirs.items():
+            setattr(cpp_extension, name, value)
         os.environ["PATH"] = path
         if cxx is None:
             del os.environ["CXX"]
+
+
+def _plain_folder() -> tempfile.TemporaryDirectory:
+    made = paths.private_folder(lambda place: shlex.quote(place) == place)
+    if made is None:
+        raise BuildError(
+            "building needs a temporary folder that can be written to and whose path has no space or quote; TMPDIR, "
+            f"{', '.join(paths.SCRATCH)} are none: set TMPDIR to one"
+        )
+    return made
 
 
 def _words(error: Exception) -> str:
@@ -279,7 +318,6 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-@cache
 def _ninja() -> Path:
     """ninja's executable: on PATH, or in the package that pip installed (a notebook kernel's PATH may lack it)."""
     beside_python = Path(sys.executable).parent / "ninja"
@@ -311,7 +349,6 @@ def _cxx_program() -> str:
     return found
 
 
-@cache
 def _cuda_home() -> Path:
     """Folder of the CUDA toolkit: CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda, or pip's nvcc."""
     on_path = shutil.which("nvcc")
@@ -333,7 +370,6 @@ def _cuda_home() -> Path:
     )
 
 
-@cache
 def _cuda_toolkit() -> str:
     """nvcc's version text, after checking that it can serve this torch and these GPUs."""
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -369,10 +405,24 @@ def _cuda_flags() -> list[str]:
     return ["-O3", *targets, f"-ccbin={shlex.quote(_cxx_program())}"]
 
 
-@cache
 def _version_of(program: str) -> str:
+    said = _said(program, Path(program).stat().st_mtime_ns, _environment())
+    if said is None:
+        raise BuildError(
+            f"{program} --version gave no answer in {machine.ANSWER_SECONDS} s; repair it, or set CXX or CUDA_HOME to "
+            "another"
+        )
+    return said
+
+
+@cache
+def _said(program: str, changed: int, environment: frozenset) -> str | None:
+    """What a program answers to --version; None: nothing in time, kept too, so that nobody waits for it twice."""
+    asked = [program, "--version"]
     try:
-        return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=machine.ANSWER_SECONDS).stdout
+    except subprocess.TimeoutExpired:
+        return None
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise BuildError(

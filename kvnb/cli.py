@@ -33,6 +33,15 @@ def refusing() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+@contextmanager
+def _leaving_out(what: str) -> Iterator[None]:
+    """Around what a report can do without: a ValueError is said, and costs no report."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"kvnb: {what} left out: {error}", file=sys.stderr)
+
+
 def measuring(*left_out: str, **defaults: object) -> Callable:
     """Makes command(values) one of the app that takes what 02_measure takes, by the same table, checked before."""
     options = []
@@ -118,14 +127,16 @@ def report(values: dict) -> None:
 
 
 def _report(name: str, values: dict, folder: Path) -> None:
-    from kvnb.report import answers, pages
+    from kvnb.report import answers, null_block, pages
 
+    recorded, padded = _recorded(answers.load), _recorded(null_block.load, "padding")
+    releases = _recorded(answers.load, "releases")
     (folder / ".gitignore").write_text("*\n")  # yours, not the project's
     outcomes = [_execute("01_copies", {}, folder), _execute("02_measure", values, folder)]
     mine = [path for path in [paths.LOCAL / f"{name}.parquet"] if path.is_file()]
-    padded, releases = ([*mine * (values["grid"] == grid), *answers.recorded(grid).values()]
-                        for grid in ("padding", "releases"))  # fmt: skip
-    runs = [*mine * (values["grid"] != "padding"), *answers.recorded().values()]
+    padded, releases = ([*mine * (values["grid"] == grid), *theirs]
+                        for grid, theirs in (("padding", padded), ("releases", releases)))  # fmt: skip
+    runs = [*mine * (values["grid"] != "padding"), *recorded]
     outcomes.append(_execute("03_compare", {"runs": [_from_root(path) for path in runs] or "newest"}, folder))
     reserve, padded = _null_block(padded, folder, device=values["device"])
     outcomes += [reserve, *_by_release(releases, folder), *_two_runs(None, mine, folder)]
@@ -137,17 +148,36 @@ def _report(name: str, values: dict, folder: Path) -> None:
     _tell(index, outcomes, runs, padded)
 
 
+def _recorded(load: Callable[[Path], object], *grids: str) -> list[Path]:
+    """`answers.recorded`, less what `load` refuses: known before anything is measured, which it shall not cost."""
+    from kvnb.report import answers
+
+    found, sound = [], []
+    with _leaving_out("recorded runs"):
+        found += answers.recorded(*grids).values()
+    for path in found:
+        with _leaving_out("a recorded run"):
+            load(path)
+            sound.append(path)
+    return sound
+
+
 @app.command()
 def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/recorded")] = None) -> None:
     """Render the recorded runs into reports/<gpu>/: needs no GPU, writes the same bytes every time."""
+    from kvnb.bench import results
+    from kvnb.problem.case import GRIDS
     from kvnb.report import answers
 
-    recorded = answers.recorded()
     with refusing():
+        recorded = answers.recorded()
         if not recorded:
             raise ValueError("no run is recorded yet; `make record` measures one on a GPU")
         if gpu is not None and gpu not in recorded:
             raise ValueError(f"gpu: {parameters.unknown(gpu, recorded)}")
+        for name in [gpu] if gpu else recorded:
+            for path in (path for grid in GRIDS for path in recorded[name].parent.glob(f"????-??-??_{grid}_*.parquet")):
+                results.read(path)  # a damaged one is no reason to overwrite what was rendered of a sound one
     for name in [gpu] if gpu else recorded:
         with _writing(folder := paths.REPORTS / name):
             _render(name, recorded[name], folder)
@@ -186,15 +216,13 @@ def _two_runs(files: list[Path] | None, newest: list[Path], folder: Path) -> lis
     """07_runs on the two newest of these files (None: all there are) that are of one grid and GPU, if `newest` is B."""
     from kvnb.report import compare
 
-    try:
+    asked = []
+    with _leaving_out("07_runs"):  # an older run that will not do is no reason to lose this report
         pair = compare.find(files=files) if newest else []
-        if len(pair) < 2 or pair[1] not in newest:
-            return []
-        compare.Comparison(*pair)
-    except ValueError as error:  # an older run that will not do is no reason to lose this report
-        print(f"kvnb: 07_runs left out: {error}", file=sys.stderr)
-        return []
-    return [_execute("07_runs", dict(zip("ab", map(_from_root, pair))), folder)]
+        if len(pair) == 2 and pair[1] in newest:
+            compare.Comparison(*pair)
+            asked.append(dict(zip("ab", map(_from_root, pair))))
+    return [_execute("07_runs", values, folder) for values in asked]
 
 
 def _tell(index: Path, outcomes: list, runs: list[Path], padded: list[Path]) -> None:
@@ -262,13 +290,13 @@ def goals(gpu: Annotated[str, typer.Option(help="one folder of data/recorded")] 
     """Print what our kernel has to reach, and what a GPU's newest recorded runs say of each goal."""
     from kvnb.report import answers, goals
 
-    runs = {grid: answers.recorded(grid) for grid in ("full", "releases")}
     with refusing():
+        runs = {grid: answers.recorded(grid) for grid in ("full", "releases")}
         if not any(gpu in found for found in runs.values()):
             raise ValueError(f"gpu: {parameters.unknown(gpu, sorted(set().union(*runs.values())))}")
+        loaded = [answers.load(found[gpu]) for found in runs.values() if gpu in found]
     for grid, found in runs.items():
         print(f"{grid}: {_from_root(found[gpu]) if gpu in found else 'not recorded'}")
-    loaded = [answers.load(found[gpu]) for found in runs.values() if gpu in found]
     print("", goals.told(goals.table(loaded)).to_string(index=False), sep="\n")
 
 

@@ -31,6 +31,7 @@ THROTTLE_REASONS = {
 OTHERS = "other process on the GPU"
 BUSY_SECONDS = 5  # how far back a process counts as busy: NVML samples a few times per second
 ASSUMED_CPU_CACHE = 32 << 20
+ANSWER_SECONDS = 20  # after which a program that only says what it is counts as hanging
 
 
 def resolve_device(device: str) -> torch.device:
@@ -67,12 +68,15 @@ def gpu_unused() -> str | None:
 
 @cache
 def _listed_gpus() -> str:
-    """Names of the GPUs that the driver lists, or "" without a driver."""
+    """Names of the GPUs that the driver lists, or "" without a driver, or with one that hangs, as a warning tells."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
     except OSError:
         return ""
-    return ", ".join(re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE))
+    except subprocess.TimeoutExpired as error:
+        warnings.warn(f"{error}: the driver hangs, so a GPU that torch does not see stays unknown", stacklevel=2)
+        return ""
+    return ", ".join(re.findall(r"^GPU \d+: (.+?) \(UUID", done.stdout, re.MULTILINE))
 
 
 def describe(device: torch.device) -> dict:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +21,7 @@ DATA = ROOT / "data"
 LOCAL = DATA / "local"
 RECORDED = DATA / "recorded"
 REPORTS = ROOT / "reports"
+SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # where a temporary folder may lie, should TMPDIR not do
 CACHE = Path(os.environ.get("KVNB_CACHE") or user_cache_path("kvnb")).absolute()
 if os.environ.get("KVNB_CACHE"):  # said where a home cannot be written: other packages' caches go there too
     for _cache in ("TRITON_CACHE_DIR", "MPLCONFIGDIR", "IPYTHONDIR"):
@@ -27,16 +32,93 @@ if os.environ.get("KVNB_CACHE"):  # said where a home cannot be written: other p
 def whole(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write to; renamed to it at the end, so that it is complete or not there.
 
-    Whatever goes wrong leaves nothing of it behind: a full disk is not filled further.
+    Whatever goes wrong leaves nothing of it behind: a full disk is not filled further. What a process of this host
+    left in that folder, killed while it wrote, goes too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    for left in path.parent.glob(".*.partial"):
+        named = re.fullmatch(r".*@(.+)@(\d+)\.partial", left.name)
+        if named and _died(*named.groups()):
+            left.unlink(missing_ok=True)
+    partial = partial_of(path)
     try:
         yield partial
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def partial_of(path: Path) -> Path:
+    """The temporary name that `whole` gives a file in this process; it names the process and its host."""
+    return path.with_name(f".{path.name}@{platform.node()}@{os.getpid()}.partial")
+
+
+@contextmanager
+def held(lock: Path, holder: Path, does: str, fix: str, instead: str | None = None) -> Iterator[None]:
+    """Hold the lock in file `lock`, which the system releases when this process dies; `holder` names it meanwhile.
+
+    `does` says what its holder does, as in "process 7 on gpu1 measures into r.parquet". Where there is one already,
+    raises ValueError that names it and says what to do `instead`; where that is None, says so on stderr and waits.
+    Raises ValueError with `fix` where the folder cannot be written, or its file system has no locks.
+    """
+    taken = FileLock(lock)
+    with ExitStack() as stack:
+        try:
+            for folder in (lock.parent, holder.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            try:
+                taken.acquire(timeout=0)
+            except Timeout:
+                if instead is not None:
+                    raise ValueError(f"{_named(holder)} {does}: wait for it, or {instead}") from None
+                told = f"kvnb: waiting for {_named(holder)}, which {does}; if it hangs, end it"
+                print(told, file=sys.stderr, flush=True)
+                taken.acquire()
+            stack.callback(taken.release)
+            holder.unlink(missing_ok=True)  # it may name one that was killed
+            with whole(holder) as partial:
+                partial.write_text(f"process {os.getpid()} on {platform.node()}")
+        except (OSError, NotImplementedError) as error:
+            what = "written" if isinstance(error, OSError) else "locked"
+            raise ValueError(f"{lock.parent} cannot be {what} ({error}): {fix}") from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # what was done is done; one that stays names a process that is gone
+                holder.unlink(missing_ok=True)
+
+
+def _named(holder: Path) -> str:
+    """Who the holder's file says it is. One that died holds nothing: its successor has yet to write its own name."""
+    try:
+        said = holder.read_text()
+    except FileNotFoundError:
+        said = ""
+    named = re.fullmatch(r"process (\d+) on (.*)", said)
+    return said if named and not _died(named[2], named[1]) else "another process"
+
+
+def _died(host: str, pid: str) -> bool:
+    """Whether a process of this host is no more; of another host's, nothing is known."""
+    if host != platform.node():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        return False
+    return False
+
+
+def private_folder(fits: Callable[[str], bool]) -> tempfile.TemporaryDirectory | None:
+    """A new temporary folder, this process's alone, in the first place that `fits` and can be written to; else None."""
+    for place in map(os.path.abspath, filter(None, (os.environ.get("TMPDIR"), *SCRATCH))):
+        with suppress(OSError):
+            if fits(place):
+                return tempfile.TemporaryDirectory(prefix="kvnb", dir=place, ignore_cleanup_errors=True)
+    return None
 
 
 def record(name: str, machine: dict) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import re
 import select
 import shutil
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import python_path, script
 
 from kvnb import build, machine, paths
 
@@ -52,10 +55,6 @@ def start(code: str, cache: Path | str, stdin=None, **environment) -> subprocess
     env = {**os.environ, "PYTHONPATH": python_path(paths.ROOT), "KVNB_CACHE": str(cache), **environment}
     pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], env=env, **pipes)
-
-
-def python_path(*first: Path) -> str:
-    return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run(code: str, cache: Path, **environment) -> str:
@@ -117,11 +116,11 @@ def test_the_lock_that_a_dead_build_left_blocks_nothing(built):
 def test_who_waits_for_a_live_build_says_for_whom_and_a_dead_one_holds_nobody_up(built):
     [folder] = (path.parent for path in libraries(built))
     done = (folder / "complete").rename(folder / "done")
-    lock, builder = f"{folder}.filelock", folder / "builder"
+    lock, builder, name = f"{folder}.filelock", folder / "builder", f"process {{}} on {platform.node()}"
     holding = f"""
         import os, pathlib, sys, filelock
         with filelock.FileLock({lock!r}):
-            pathlib.Path({str(builder)!r}).write_text(str(os.getpid()))
+            pathlib.Path({str(builder)!r}).write_text({name!r}.format(os.getpid()))
             print("held", flush=True)
             sys.stdin.read()
     """
@@ -131,7 +130,7 @@ def test_who_waits_for_a_live_build_says_for_whom_and_a_dead_one_holds_nobody_up
     try:
         assert select.select([waiter.stderr], [], [], HANGING)[0], "it waits in silence"
         told = waiter.stderr.readline()
-        assert told == f"kvnb: waiting for process {holder.pid}, which builds {folder}; if it hangs, end it\n"
+        assert told == f"kvnb: waiting for {name.format(holder.pid)}, which builds {folder}; if it hangs, end it\n"
         assert waiter.poll() is None
         done.rename(folder / "complete")
     finally:
@@ -163,8 +162,6 @@ def test_a_library_that_does_not_load_is_named_with_the_line_that_removes_it(bui
 def test_unlike_machines_torches_and_compilers_share_no_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_loaded", {})
     here = build._library("kvnb_cpu").folder
-    (tmp_path / "compiler").write_text("#!/bin/sh\necho another compiler\n")
-    (tmp_path / "compiler").chmod(0o755)
     for target, name, value in (
         (torch, "__version__", "2.11.0+other"),
         (build.sysconfig, "get_platform", lambda: "linux-aarch64"),
@@ -173,19 +170,20 @@ def test_unlike_machines_torches_and_compilers_share_no_folder(monkeypatch, tmp_
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
             assert build._library("kvnb_cpu").folder != here, name
-    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    monkeypatch.setenv("CXX", str(script(tmp_path / "compiler", "echo another compiler")))
     assert build._library("kvnb_cpu").folder != here
 
 
 def test_a_home_with_a_space_and_arch_in_it(tmp_path):
-    """Cache, csrc/ and torch itself: torch quotes its own library folder nowhere, and reads "arch" as a flag."""
+    """Cache, csrc/, TMPDIR and torch itself: torch quotes its library folder nowhere, and reads "arch" as a flag."""
     home = tmp_path / "my arch 'home'"
-    home.mkdir()
+    (home / "tmp").mkdir(parents=True)
     shutil.copytree(paths.CSRC, home / "csrc")
     (home / "site").symlink_to(Path(torch.__file__).parent.parent)
     code = f"from pathlib import Path; from kvnb import paths; paths.CSRC = Path({str(home / 'csrc')!r}); {USE}"
     code += "import torch; print(torch.__file__, paths.CACHE)"
-    out = run(code, "", HOME=str(home), XDG_CACHE_HOME="", PYTHONPATH=python_path(home / "site", paths.ROOT))
+    given = {"HOME": str(home), "XDG_CACHE_HOME": "", "TMPDIR": str(home / "tmp")}
+    out = run(code, "", PYTHONPATH=python_path(home / "site", paths.ROOT), **given)
     assert out.count(str(home)) == 2
 
 
@@ -193,7 +191,7 @@ def test_a_home_with_a_space_and_arch_in_it(tmp_path):
 def test_a_home_with_a_space_and_arch_in_it_for_cuda(tmp_path):
     home = tmp_path / "my arch home"
     toolkit = home / "toolkit"
-    home.mkdir()
+    (home / "tmp").mkdir(parents=True)
     toolkit.symlink_to(build._cuda_home())
     shutil.copytree(paths.CSRC, home / "csrc")
     code = f"""
@@ -207,23 +205,54 @@ def test_a_home_with_a_space_and_arch_in_it_for_cuda(tmp_path):
         torch.ops.kvnb.copy(row, row, cache, cache.clone(), torch.tensor([5], device="cuda"))
         print(cache.sum().item())
     """
-    assert run(textwrap.dedent(code), home / "cache", CUDA_HOME=str(toolkit)) == "1.0\n"
+    assert run(textwrap.dedent(code), home / "cache", CUDA_HOME=str(toolkit), TMPDIR=str(home / "tmp")) == "1.0\n"
+
+
+def test_without_a_temporary_folder_that_torch_can_use_the_message_says_what_to_set(fresh, monkeypatch, tmp_path):
+    (tmp_path / "my tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "my tmp"))
+    monkeypatch.setattr(paths, "SCRATCH", (str(tmp_path / "gone"),))
+    with pytest.raises(build.BuildError, match=r"has no space or quote; TMPDIR, .*/gone are none: set TMPDIR to one"):
+        build.load_for("cpu")
+
+
+def test_what_others_build_in_the_process_that_built_the_ops_still_builds(cache, tmp_path):
+    """torch.compile on a CPU links against the folder that torch.utils.cpp_extension names."""
+    code = """
+        import torch
+        from torch.utils import cpp_extension
+        from kvnb import build
+        before = vars(cpp_extension).copy()
+        build.load_for("cpu")
+        changed = [name for name, value in vars(cpp_extension).items() if before.get(name) is not value]
+        assert not changed, changed
+        print(torch.compile(lambda x: (x + 1).sin())(torch.zeros(1000)).sum().item())
+    """
+    given = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    assert float(run(textwrap.dedent(code), cache, **given)) == pytest.approx(1000 * math.sin(1))
 
 
 def test_a_second_try_in_the_same_process_builds(cache, tmp_path):
-    """As in a notebook, once the compiler is mended."""
-    (tmp_path / "compiler").write_text("#!/bin/sh\n[ $# = 1 ] && echo broken || exit 1\n")
-    (tmp_path / "compiler").chmod(0o755)
+    """As in a notebook, once the compiler is mended. While it is not, nobody waits for the same failure twice."""
+    broken = script(
+        tmp_path / "compiler", f'[ "$*" = --version ] && echo broken || {{ echo $* >> {tmp_path}/asked; exit 1; }}'
+    )
     code = f"""
         import os
+        from pathlib import Path
         from kvnb import build
-        os.environ["CXX"] = {str(tmp_path / "compiler")!r}
-        assert build.problem("cpu").startswith("building kvnb_cpu in ")
+        os.environ["CXX"] = "no-such"
+        assert build.problem("cpu").startswith("no C++ compiler (no-such)")
+        os.environ["CXX"] = {str(broken)!r}
+        why = build.problem("cpu")
+        assert why.startswith("building kvnb_cpu in "), why
+        asked = Path({str(tmp_path / "asked")!r}).read_text()
+        assert build.problem("cpu") == why
+        assert Path({str(tmp_path / "asked")!r}).read_text() == asked
         os.environ["CXX"] = {shutil.which(os.environ.get("CXX", "c++"))!r}
-        build.load_for("cpu")
-        print("loaded")
+        print(build.problem("cpu"))
     """
-    assert run(textwrap.dedent(code), cache) == "loaded\n"
+    assert run(textwrap.dedent(code), cache) == "None\n"
 
 
 def test_a_build_killed_half_way_does_not_block_the_next(cache, tmp_path):
@@ -236,24 +265,23 @@ def test_a_build_killed_half_way_does_not_block_the_next(cache, tmp_path):
         victim.kill()
         victim.wait()
         assert list(cache.rglob("lock")), "the build died before torch took its lock: this test shows nothing"
-        compiler.write_text("#!/bin/sh\n" + real_compiler())
+        script(compiler, real_compiler())
         run(USE, cache, CXX=str(compiler))  # while the dead build's compiler still runs
     finally:
         os.kill(int(compiling.read_text()), signal.SIGKILL)
 
 
 def real_compiler() -> str:
-    return f'exec {shutil.which(os.environ.get("CXX", "c++"))} "$@"\n'
+    return f'exec {shutil.which(os.environ.get("CXX", "c++"))} "$@"'
 
 
 def waiting_compiler(folder: Path) -> tuple[Path, Path]:
     """A compiler that never ends once it is asked to compile, and the file in which it then leaves its process id."""
-    compiling, compiler = folder / "compiling", folder / "compiler"
+    compiling = folder / "compiling"
     os.mkfifo(folder / "never")  # nothing ever writes to it
     wait = f"echo $$ > {compiling}.part; mv {compiling}.part {compiling}; exec cat {folder}/never"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *bindings.cpp*) {wait};; esac\n' + real_compiler())
-    compiler.chmod(0o755)
-    return compiler, compiling
+    body = f'case "$*" in *bindings.cpp*) {wait};; esac\n{real_compiler()}'
+    return script(folder / "compiler", body), compiling
 
 
 def test_ninja_need_not_be_on_path(cache, tmp_path):
@@ -280,11 +308,8 @@ def test_without_a_compiler_the_message_says_what_to_install(cache, tmp_path):
 
 
 def test_a_compiler_that_fails_gives_its_own_last_words(cache, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in *bindings.cpp*) echo "no such thing as C++" >&2; exit 1;; esac\n' + real_compiler()
-    )
-    compiler.chmod(0o755)
+    failing = 'case "$*" in *bindings.cpp*) echo "no such thing as C++" >&2; exit 1;; esac\n'
+    compiler = script(tmp_path / "compiler", failing + real_compiler())
     message = refusal("build.load_for('cpu')", cache, CXX=str(compiler))
     assert message.startswith("building kvnb_cpu in ")
     assert "no such thing as C++" in message
@@ -293,9 +318,7 @@ def test_a_compiler_that_fails_gives_its_own_last_words(cache, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="told from the ELF file's needed libraries")
 def test_a_compiler_that_hides_its_runtime_is_refused_until_another_is_chosen(cache, tmp_path):
     """Exceptions of a library with a C++ runtime of its own would end Python, not reach it."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\n" + real_compiler().replace('"$@"', '"$@" -static-libstdc++'))
-    compiler.chmod(0o755)
+    compiler = script(tmp_path / "compiler", f"{real_compiler()} -static-libstdc++")
     for _ in range(2):  # what the first try left behind must not pass for a finished build
         message = refusal("build.load_for('cpu')", cache, CXX=str(compiler))
         assert message.startswith(f"{compiler} links the C++ runtime statically")
@@ -334,7 +357,10 @@ def test_editing_csrc_after_loading_asks_for_a_restart(built, tmp_path):
         build.load_for('cpu')
     """
     message = refusal(code, built)
-    assert message.startswith("loaded twice\ncsrc/ changed after its ops were loaded: restart this process")
+    assert message.startswith(
+        "loaded twice\ncsrc/ or its compilers (CXX, CUDA_HOME) changed after its ops were loaded: "
+    )
+    assert "restart this process" in message
 
 
 def test_editing_csrc_makes_another_library(built, tmp_path):
@@ -357,19 +383,9 @@ def fresh(monkeypatch, tmp_path):
     """This very process, on a machine where nothing is built."""
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(build, "_loaded", {})
-    yield
-    for function in (build._ninja, build._cuda_home, build._cuda_toolkit, build.problem):
-        function.cache_clear()
-
-
-def script(path: Path, body: str) -> str:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 def test_without_ninja_the_message_says_what_to_type_and_what_is_built_still_loads(fresh, monkeypatch, tmp_path):
-    build._ninja.cache_clear()
     monkeypatch.setenv("PATH", str(tools(tmp_path, leave_out=("ninja",))))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setitem(sys.modules, "ninja", None)
@@ -387,7 +403,7 @@ def test_a_compiler_that_is_too_old_is_named(fresh, monkeypatch, tmp_path):
     real = shutil.which(os.environ.get("CXX", "c++"))
     words = "c++: error: unrecognized command line option '-std=c++20'; did you mean '-std=c++2a'?"  # gcc 7's
     old = script(tmp_path / "g++-7", f'case "$*" in *-std=c++*) echo "{words}" >&2; exit 1;; esac; exec {real} "$@"')
-    monkeypatch.setenv("CXX", old)
+    monkeypatch.setenv("CXX", str(old))
     with pytest.raises(build.BuildError, match=r"g\+\+-7 is too old; install a newer one and name it: CXX=g\+\+-14"):
         build.load_for("cpu")
 
@@ -398,8 +414,7 @@ def test_a_compiler_that_is_too_old_is_named(fresh, monkeypatch, tmp_path):
 @pytest.fixture
 def gpu_machine(fresh, monkeypatch, tmp_path):
     """torch as on a machine with a GPU (sm_90, CUDA 13.0) and a toolkit of that version, as far as build asks."""
-    for cached in (build._cuda_home, build._cuda_toolkit, build.problem, machine._listed_gpus):
-        cached.cache_clear()
+    machine._listed_gpus.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -498,11 +513,41 @@ def test_a_missing_toolkit_is_named(gpu_machine, monkeypatch, lacks):
         build.load_for("cuda")
 
 
-def test_a_toolkit_of_another_major_is_named(gpu_machine, tmp_path):
+def test_a_toolkit_of_another_major_is_named_until_a_fitting_one_is_named(gpu_machine, monkeypatch, tmp_path):
+    """In one process, as in a notebook: by the variable, and by installing over the one that is there."""
     fake_nvcc(tmp_path, "12.4")
+    assert "name a CUDA 13 toolkit: CUDA_HOME=" in build.problem("cuda")
     told = r"release 12\.4.*torch is built for CUDA 13\.0.*name a CUDA 13 toolkit: CUDA_HOME=/usr/local/cuda-13\.\d"
     with pytest.raises(build.BuildError, match=told):
         build.load_for("cuda")
+    (tmp_path / "new").mkdir()
+    fake_nvcc(tmp_path / "new", "13.0")
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_HOME", str(tmp_path / "new" / "toolkit"))
+        assert "release 13.0" in build._cuda_toolkit()
+    fake_nvcc(tmp_path, "13.1")
+    assert "release 13.1" in build._cuda_toolkit()
+
+
+def test_a_compiler_that_never_answers_is_named_and_waited_for_once(fresh, monkeypatch, tmp_path):
+    os.mkfifo(tmp_path / "never")
+    compiler = script(tmp_path / "compiler", f"echo asked >> {tmp_path}/asked; exec cat {tmp_path}/never")
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.5)
+    for _ in range(2):
+        assert build.problem("cpu").startswith(f"{compiler} --version gave no answer in 0.5 s; repair it, or set CXX")
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+def test_a_driver_that_never_answers_is_named(gpu_machine, monkeypatch, tmp_path):
+    os.mkfifo(tmp_path / "never")
+    script(tmp_path / "driver" / "nvidia-smi", f"exec cat {tmp_path}/never")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.5)
+    with pytest.warns(
+        UserWarning, match="'nvidia-smi', '-L'.* timed out after 0.5 seconds: the driver hangs, so a GPU"
+    ):
+        assert machine.gpu_unused() is None
 
 
 def test_a_gpu_newer_than_the_toolkit_is_named(real_nvcc, monkeypatch):
@@ -517,7 +562,7 @@ def test_a_gcc_that_nvcc_does_not_take_is_named(real_nvcc, monkeypatch, tmp_path
     (tmp_path / "my arch tools").mkdir()
     real = shutil.which(os.environ.get("CXX", "c++"))
     new = script(tmp_path / "my arch tools" / "g++-99", f'exec {real} -U__GNUC__ -D__GNUC__=99 "$@"')
-    monkeypatch.setenv("CXX", new)
+    monkeypatch.setenv("CXX", str(new))
     told = r"this nvcc takes no .*g\+\+-99; install an older one and name it: CXX=g\+\+-14\n(.|\n)*unsupported"
     with pytest.raises(build.BuildError, match=told):
         build._build_all([build._library("kvnb_cuda")])

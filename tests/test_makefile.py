@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from programs import script
 
 from kvnb import paths, wheels
 
@@ -36,12 +37,6 @@ def tree(tmp_path) -> Path:
 
 def lies_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
-
-
-def script(path: Path, body: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return path
 
 
 OFFLINE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}

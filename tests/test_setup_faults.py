@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from programs import python_path
 
 from kvnb import paths
 
@@ -27,8 +28,7 @@ CASE = """
 
 def told(code: str, *wrapper: str, **environment: str | None) -> list[str]:
     """Lines that a fresh Python prints, in this environment (None: unset); it must succeed."""
-    python_path = os.pathsep.join(filter(None, [str(paths.ROOT), os.environ.get("PYTHONPATH")]))
-    given = {**os.environ, "PYTHONPATH": python_path, **environment}
+    given = {**os.environ, "PYTHONPATH": python_path(paths.ROOT), **environment}
     env = {name: value for name, value in given.items() if value is not None}
     command = [*wrapper, sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
@@ -90,7 +90,7 @@ def test_a_cache_named_relative_to_here_is_the_same_from_elsewhere(tmp_path):
 
 def test_the_package_names_an_old_python_itself(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 10, 1, 'final', 0)\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(paths.ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path, paths.ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "kvnb"], env=environment, capture_output=True, text=True, check=False, timeout=60
     )

@@ -15,19 +15,17 @@ import gc
 import json
 import multiprocessing as mp
 import os
-import platform
 import shutil
 import signal
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from kvnb import copies as all_copies
@@ -38,6 +36,8 @@ from kvnb.problem.case import CASE_FIELDS, Case, grid, timings
 
 START = "spawn"  # how a worker begins: with allocations and a CUDA context of its own
 STOP_SECONDS = 10  # for a worker to end by itself
+UNWRITABLE = "make room and see that you may write there, or choose another folder; nothing was measured now, "
+UNWRITABLE += "finished cases stay"
 
 
 @dataclass(frozen=True)
@@ -74,68 +74,61 @@ def measure(
     cut off goes on where it stopped. Raises ValueError for a device, grid, copy or timer that does not exist (naming
     those that do), and where an earlier run of that name asked for something else or ran on another machine.
     """
-    settings, path = planned(device, grid, copies, timers, run, workers, rounds, path, copies_from)
+    settings, path = _asked(device, grid, copies, timers, run, workers, rounds, path, copies_from)
     parts = path.with_suffix(".parts")
-    if path.exists() and not parts.exists():
+    if _is_finished(settings, path) and not parts.exists():
         return path
-    with _claimed(parts, path):
-        _refuse_other_run(settings, path)  # again: another process may have begun or ended it meanwhile
-        if not path.exists():
-            if not (parts / "settings.json").exists():
-                _write_text(parts / "settings.json", settings.text)
+    with paths.held(parts / "lock", parts / "owner", f"measures into {path}", UNWRITABLE, "choose another run name"):
+        if not _is_finished(settings, path):  # again: another process may have begun or ended it meanwhile
+            _begin(settings, parts)
             _measure_parts(settings, parts)
             _publish(parts, path)
-        shutil.rmtree(parts)
+        shutil.rmtree(parts, ignore_errors=True)  # a finished run does not fail for what tidying up leaves; over NFS,
+    with suppress(OSError):  # the lock's file outlives its removal until it is closed
+        parts.rmdir()
     return path
 
 
-@contextmanager
-def _claimed(parts: Path, path: Path) -> Iterator[None]:
-    """Hold the run for this process. Raises ValueError where another one does, or where nothing can be written."""
-    owner = parts / "owner"
-    lock = FileLock(parts / "lock", timeout=0)
+def _begin(settings: Settings, parts: Path) -> None:
+    """Say in the folder of parts what is asked for, unless it says so already: parts beside no settings are what
+    tidying up left of an earlier run."""
+    asked = parts / "settings.json"
+    if asked.exists():
+        return
     try:
-        parts.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        named = owner.read_text() if owner.exists() else "another process"
-        raise ValueError(f"{named} measures into {path}; wait for it or choose another run name") from None
+        for left in parts.glob("*.parquet"):
+            left.unlink()
+        with paths.whole(asked) as partial:
+            partial.write_text(settings.text)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}): choose another folder; nothing was measured") from error
-    try:
-        _write_text(owner, f"process {os.getpid()} on {platform.node()}")
-        yield
-    finally:
-        lock.release()
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        with paths.whole(path) as partial:
-            partial.write_text(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error}): make room there; nothing was measured") from error
+        raise ValueError(f"{asked} cannot be written ({error}): {UNWRITABLE}") from error
 
 
 def planned(device, grid, copies, timers, run, workers, rounds, path=None, copies_from=None) -> tuple[Settings, Path]:
     """What `measure` would do with these arguments, and its run file; writes nothing. Raises ValueError as it does."""
-    settings = _checked(device, grid, copies, timers, workers, rounds, copies_from)
-    run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
-    path = Path(path) if path else paths.LOCAL / f"{run}.parquet"
-    _refuse_other_run(settings, path)
+    settings, path = _asked(device, grid, copies, timers, run, workers, rounds, path, copies_from)
+    _is_finished(settings, path)
     return settings, path
 
 
-def _refuse_other_run(settings: Settings, path: Path) -> None:
-    """Raise ValueError where `path`, or its parts, are those of a run that these settings do not describe."""
+def _asked(device, grid, copies, timers, run, workers, rounds, path, copies_from) -> tuple[Settings, Path]:
+    settings = _checked(device, grid, copies, timers, workers, rounds, copies_from)
+    run = run or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{settings.grid}"
+    return settings, Path(path) if path else paths.LOCAL / f"{run}.parquet"
+
+
+def _is_finished(settings: Settings, path: Path) -> bool:
+    """Whether `path` holds this run whole. Raises ValueError where it, or its parts, are another run's."""
     asked = path.with_suffix(".parts") / "settings.json"
     if path.exists():
         _refuse_other_contents(results.read(path), settings, path)
-    elif asked.exists() and asked.read_text() != settings.text:
+        return True
+    if asked.exists() and asked.read_text() != settings.text:
         raise ValueError(
             f"{asked.parent} holds a run that was cut off and asked for {asked.read_text()}; resume it with these, "
             "choose another run name, or delete that folder"
         )
+    return False
 
 
 def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) -> Settings:
@@ -211,20 +204,27 @@ def _finished(settings: Settings, cases: list[Case], parts: Path) -> dict[int, d
 
 
 def _refuse_other_contents(table: pa.Table, settings: Settings, path: Path) -> None:
-    """A finished run stands for a call that asks for no more than it holds."""
+    """A finished run stands for a call that asks for no more than it holds.
+
+    Rows that were not measured are of worker or round -1; where there are no others, any number of them would be.
+    """
     device = _type(settings.device)
     cases = grid(settings.grid, device)
     timers = {timer for case in cases for timer, _ in timings(settings.grid, case, device)}
+    workers, rounds = ({*table[name].unique().to_pylist()} - {-1} for name in ("worker", "round"))
+    held_cases = table.select(CASE_FIELDS).group_by(CASE_FIELDS).aggregate([]).to_pylist()
     for name, wanted, held in (
-        ("grid", {settings.grid}, set(table["grid"].to_pylist())),
-        ("device", {device}, {"cuda" if gpu else "cpu" for gpu in table["gpu"].unique().to_pylist()}),
-        ("copy", set(settings.copies), set(table["copy"].to_pylist())),
-        ("timer", timers & set(settings.timers), set(table["timer"].to_pylist())),
-        ("worker", set(range(settings.workers)), set(table["worker"].to_pylist())),
-        ("round", set(range(settings.rounds)), set(table["round"].to_pylist())),
+        ("grid", [settings.grid], table["grid"].unique().to_pylist()),
+        ("device", [device], ["cuda" if gpu else "cpu" for gpu in table["gpu"].unique().to_pylist()]),
+        ("copy", settings.copies, table["copy"].unique().to_pylist()),
+        ("timer", sorted(timers & set(settings.timers)), table["timer"].unique().to_pylist()),
+        ("worker", range(settings.workers), workers or range(settings.workers)),
+        ("round", range(settings.rounds), rounds or range(settings.rounds)),
+        ("case", cases, [Case(**fields) for fields in held_cases]),
     ):
-        lacks = ", ".join(map(str, sorted(wanted - held)))
-        if lacks:
+        missing = [str(one) for one in wanted if one not in held]
+        if missing:
+            lacks = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
             raise ValueError(f"{path} is a finished run without {name} {lacks}; choose another run name")
 
 

@@ -153,20 +153,16 @@ def _limit_percent(table: pd.DataFrame) -> pd.Series:
 def noise_floor(samples: pd.DataFrame) -> pd.DataFrame:
     """timer, state, floor: how far from 1 the speedup of a copy over itself can be told, as a share.
 
-    In nine of ten cells the far end of that interval lies nearer to 1 than the floor.
+    In nine of ten cells the far end of that interval lies nearer to 1 than the floor. Of `undisturbed` rounds.
     """
     return _floors(by_round(samples))
 
 
 def _floors(rounds: pd.DataFrame) -> pd.DataFrame:
-    same = _speedups(rounds[rounds["policy"] == "skip"], *NOISE)
+    pairs = undisturbed(_pairs(rounds[rounds["policy"] == "skip"], *NOISE), PLACE)
+    same = intervals(pairs, PLACE, "ratio")
     far = np.maximum(same["high"], 1 / same["low"]) - 1  # as a margin is used: beyond it, or below its inverse
     return far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor").reset_index()
-
-
-def _speedups(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
-    """PLACE, speedup, low, high of copy `a` over copy `b`, wherever both were timed."""
-    return intervals(_pairs(rounds, a, b), PLACE, "ratio").rename(columns={"median": "speedup"})
 
 
 def _pairs(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
@@ -205,7 +201,15 @@ def compare(samples: pd.DataFrame | Timed, a: str, b: str) -> pd.DataFrame:
     pairs = _pairs(timed.rounds, a, b)
     table = intervals(pairs, PLACE, "ratio").rename(columns={"median": "speedup"}).assign(a=a, b=b)
     table["margin"] = table.join(timed.floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
-    return _withhold_short_calls(_withhold_disturbed(judged(table), pairs), timed.rounds)
+    table = judged(table).assign(disturbed=False)
+    if (pairs["disturbed"] != "").any():
+        found = disturbances(pairs, PLACE)
+        clean = pairs[pairs["disturbed"] == ""].merge(found.index.to_frame(index=False), on=PLACE)
+        table = withhold_disturbed(table, intervals(clean, PLACE, "ratio"), found)
+    call = timed.rounds[timed.rounds["timer"] == "call"]  # both copies' rounds together say how long a cell lasts
+    lasts = call[call["copy"].isin([a, b])].groupby(PLACE)["seconds"].median().rename("lasts")
+    pair = call.loc[call["copy"] == "limit.event", "seconds"].median()
+    return withhold_short(table, table.join(lasts, on=PLACE)["lasts"], pair)
 
 
 def judged(table: pd.DataFrame) -> pd.DataFrame:
@@ -247,15 +251,26 @@ def disturbances(rounds: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return pd.DataFrame({"told": pd.Series(told, what.index, object), "few": few.reindex(what.index)})
 
 
-def _withhold_disturbed(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """A verdict stands where the undisturbed rounds alone, LEAST_CLEAN of every worker, give it too."""
-    table = table.assign(disturbed=False)
-    if (pairs["disturbed"] == "").all():
-        return table
-    found = disturbances(pairs, PLACE)
-    clean = pairs[pairs["disturbed"] == ""].merge(found.index.to_frame(index=False), on=PLACE)
-    alone = intervals(clean, PLACE, "ratio").set_index(PLACE)[["low", "high"]].add_suffix("_alone")
-    for row in table.join(found, on=PLACE, how="inner").join(alone, on=PLACE).itertuples():
+def undisturbed(rounds: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """The rounds to tell noise from: undisturbed ones, of groups of `keys` that have enough of them (see `few`).
+
+    Where no group of a timer and state has, all of these: a floor from them is too high rather than missing.
+    """
+    clean = rounds["disturbed"] == ""
+    if clean.all():
+        return rounds
+    clean &= ~rounds.join(disturbances(rounds, keys)["few"], on=keys)["few"].eq(True)
+    return rounds[clean | ~clean.groupby([rounds["timer"], rounds["state"]]).transform("any")]
+
+
+def withhold_disturbed(table: pd.DataFrame, alone: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
+    """The table, with UNDECIDED and `disturbed` True unless undisturbed rounds alone, enough of them, give the verdict.
+
+    `alone`: keys, low and high of the same speedups from undisturbed rounds; `found`: by the same keys, `disturbances`.
+    """
+    keys = [*found.index.names]
+    ends = alone.set_index(keys)[["low", "high"]].add_suffix("_alone")
+    for row in table.join(found, on=keys, how="inner").join(ends, on=keys).itertuples():
         word = "" if row.few else verdict(row.low_alone, row.high_alone, row.margin)
         if word == row.verdict:
             table.loc[row.Index, "reason"] = f"{row.reason}; {row.told}, the same without"
@@ -265,17 +280,12 @@ def _withhold_disturbed(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFram
     return table
 
 
-def _withhold_short_calls(table: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
-    """Timer `call` cannot judge cells that last less than LEAST_EVENT_PAIRS empty event pairs."""
-    if not (table["timer"] == "call").any():
-        return table
-    timed = rounds[rounds["timer"] == "call"]
-    pair = timed.loc[timed["copy"] == "limit.event", "seconds"].median()
-    shortest = timed[timed["copy"].isin([table["a"].iloc[0], table["b"].iloc[0]])].groupby(PLACE)["seconds"].median()
-    lasts = table.join(shortest.rename("lasts"), on=PLACE)["lasts"]
+def withhold_short(table: pd.DataFrame, lasts: pd.Series, pair: float) -> pd.DataFrame:
+    """Timer `call` cannot judge cells that last (s, by row) less than LEAST_EVENT_PAIRS empty event pairs (s each)."""
     short = (table["timer"] == "call") & ~(lasts >= LEAST_EVENT_PAIRS * pair)
-    table.loc[short, "verdict"] = "UNDECIDED"
-    table.loc[short, "reason"] = f"shorter than {LEAST_EVENT_PAIRS} empty event pairs ({pair * 1e6:.2f} us each)"
+    each = f"{pair * 1e6:.2f} us each" if pair > 0 else "not timed"
+    why = f"shorter than {LEAST_EVENT_PAIRS} empty event pairs ({each})"
+    table.loc[short, ["verdict", "reason"]] = ["UNDECIDED", why]
     return table
 
 

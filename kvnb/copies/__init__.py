@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from pathlib import Path
 
 from kvnb.copies import installed, kernels, limits, releases, torch_compile, torch_index, triton_copy
@@ -24,7 +25,7 @@ def register(copy: Copy) -> Copy:
 def load_from(path: str | Path) -> list[str]:
     """Run a Python file that registers copies of its own (COPIES_FROM=my_copy.py); returns their names.
 
-    Raises ValueError where the file is missing or registers nothing.
+    Raises ValueError where the file is missing, raises or exits itself (naming its line), or registers nothing.
     """
     path = Path(path).resolve()
     if not path.is_file():
@@ -32,7 +33,12 @@ def load_from(path: str | Path) -> list[str]:
     before = set(REGISTRY)
     spec = importlib.util.spec_from_file_location(f"kvnb_copies_from_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        at = f", line {lines[-1]}" if lines else ""
+        raise ValueError(f"copies_from: {path}{at}: {type(error).__name__}: {error}") from error
     added = [name for name, copy in REGISTRY.items() if name not in before or copy.file == path]
     if not added:
         raise ValueError(f"copies_from: {path} registers no copy; end it with kvnb.copies.register(Copy(...))")

@@ -26,7 +26,6 @@ TIMED = ["timer", "state"]
 CELL = [*CASE_FIELDS, "part", *TIMED, "copy", "policy"]  # what two cells must share
 LAUNCH, MEMCPY, EVENT = "limit.launch", "limit.copy.memcpy", "limit.event"
 CLOCK = "{1:,.0f} MHz (9 of 10 samples: {0:,.0f} to {2:,.0f})"
-SHORT = f"shorter than {stats.LEAST_EVENT_PAIRS} empty event pairs"
 
 
 def speedups(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
@@ -141,8 +140,9 @@ class Comparison:
 
     def _reach(self, a: str, b: str) -> pd.Series:
         """How far from 1 the interval of copy `b` in B over copy `a` in A reaches, by timer and state."""
-        skip = [side.rounds[side.rounds["policy"] == "skip"] for side in self.sides.values()]
-        both = speedups(*(run[run["copy"] == name].assign(copy="") for run, name in zip(skip, (a, b))))
+        names = zip((side.rounds.query("policy == 'skip'") for side in self.sides.values()), (a, b))
+        skip = (run[run["copy"] == name].assign(copy="") for run, name in names)
+        both = speedups(*(stats.undisturbed(run, CELL) for run in skip))
         return (np.maximum(both["high"], 1 / both["low"]) - 1).set_axis(pd.MultiIndex.from_frame(both[TIMED]))
 
     def _gaps(self) -> pd.Series:
@@ -162,21 +162,20 @@ class Comparison:
         gap = table.join(self._gaps(), on=[*CASE_FIELDS, *TIMED]).join(self.a.launches, on=CELL)
         share = gap["gap"] * gap["launches"] / least * self.agree()
         margin = np.fmax(table.join(floors, on=TIMED)["floor"], share).fillna(0).clip(lower=stats.LEAST_MARGIN)
-        table = stats.judged(table.assign(margin=margin))
+        table = self._withhold_disturbed(stats.judged(table.assign(margin=margin, disturbed=False)))
         pair = table.loc[table["copy"] == EVENT, ["seconds_a", "seconds_b"]].median().max()
-        short = (table["timer"] == "call") & ~(least >= stats.LEAST_EVENT_PAIRS * pair)
-        table.loc[short, ["verdict", "reason"]] = ["UNDECIDED", SHORT]
-        return self._withhold_disturbed(table)
+        return stats.withhold_short(table, least, pair)
 
     def _withhold_disturbed(self, table: pd.DataFrame) -> pd.DataFrame:
-        """UNDECIDED where a run has too few rounds that nothing disturbed, by the rule of stats.compare."""
-        table = table.assign(disturbed=False)
-        for name, side in self.sides.items() if len(table) else ():
-            found = stats.disturbances(side.rounds, CELL)
-            told = table.join(found.loc[found["few"], "told"], on=CELL)["told"].dropna()
-            table.loc[told.index, ["verdict", "disturbed"]] = ["UNDECIDED", True]
-            table.loc[told.index, "reason"] = told + f" of {name}: too few others"
-        return table
+        """By the rule of stats.compare, where a cell was disturbed in either run."""
+        if not self.b:
+            return table
+        each = {name: stats.disturbances(side.rounds, CELL) for name, side in self.sides.items()}
+        both = pd.concat([found.assign(told=found["told"] + f" of {name}") for name, found in each.items()])
+        found = both.groupby(level=CELL).agg({"told": ", ".join, "few": "any"})
+        some = found.index.to_frame(index=False)
+        clean = [side.rounds[side.rounds["disturbed"] == ""].merge(some, on=CELL) for side in self.sides.values()]
+        return stats.withhold_disturbed(table, speedups(*clean), found)
 
     # -- what is said of it
 

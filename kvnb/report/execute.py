@@ -51,6 +51,7 @@ class ThisPython(AsyncKernelManager):
     """Kernels of the Python that runs us, whatever kernelspec of that name is installed."""
 
     newest: ClassVar[ThisPython | None] = None  # papermill makes it, and tells nobody how its kernel ended
+    late: ClassVar[threading.Event] = threading.Event()  # set once the notebook's time is over
 
     def _kernel_spec_manager_default(self) -> KernelSpecManager:
         return KernelSpecManager(kernel_dirs=[])
@@ -58,6 +59,8 @@ class ThisPython(AsyncKernelManager):
     async def start_kernel(self, **options: object) -> None:
         await super().start_kernel(**options)
         ThisPython.newest = self
+        if ThisPython.late.is_set():  # it was when there was nothing to kill yet
+            self.kill()
 
     @property
     def death(self) -> str:
@@ -106,8 +109,11 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
 
 
 def _run(name: str, target: Path, values: dict[str, object], scratch: Path) -> str:
-    """Why the notebook did not finish, or nothing. A kernel that is past the limit is killed: it may answer nothing."""
-    ThisPython.newest, late = None, threading.Event()
+    """Why the notebook did not finish, or nothing. A kernel that is past the limit is killed: it may answer nothing.
+
+    Whatever else comes of that (a kernel that did not start, a cell that ended as the time did), the limit is why.
+    """
+    ThisPython.newest, ThisPython.late = None, (late := threading.Event())
 
     def stop() -> None:
         late.set()
@@ -117,17 +123,23 @@ def _run(name: str, target: Path, values: dict[str, object], scratch: Path) -> s
     limit = threading.Timer(TIME_LIMITS[name], stop)
     limit.start()
     try:
-        _papermill(paths.NOTEBOOKS / f"{name}.ipynb", target, values, scratch)
-    except PapermillExecutionError as error:
-        return ANSI.sub("", "\n".join(error.traceback)) or str(error)
-    except DeadKernelError:
-        return f"{name} took longer than its {TIME_LIMITS[name]} s" if late.is_set() else ThisPython.newest.death
-    except Exception as error:  # noqa: BLE001  a kernel that does not start, a disk that is full: this one's failure
-        return f"{type(error).__name__}: {error}"
+        why = _failure(name, target, values, scratch)
     finally:
         limit.cancel()
         if ThisPython.newest:
             ThisPython.newest.kill()
+    return f"{name} took longer than its {TIME_LIMITS[name]} s" if late.is_set() else why
+
+
+def _failure(name: str, target: Path, values: dict[str, object], scratch: Path) -> str:
+    try:
+        _papermill(paths.NOTEBOOKS / f"{name}.ipynb", target, values, scratch)
+    except PapermillExecutionError as error:
+        return ANSI.sub("", "\n".join(error.traceback)) or str(error)
+    except DeadKernelError:
+        return ThisPython.newest.death
+    except Exception as error:  # noqa: BLE001  a kernel that does not start, a disk that is full: this one's failure
+        return f"{type(error).__name__}: {error}"
     cells = nbformat.read(target, as_version=4).cells
     errors = [output for cell in cells for output in cell.get("outputs", []) if output.output_type == "error"]
     return f"{errors[0].ename}: a cell left the notebook early" if errors else ""  # papermill takes exit(0) for success

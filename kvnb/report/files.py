@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import jinja2
-from filelock import FileLock, Timeout
 
 from kvnb import paths
 
@@ -22,24 +20,15 @@ def claimed(folder: Path) -> Iterator[Path]:
     """Make a report's folder, and keep it to this process until its report is written.
 
     index.html goes at once: a folder without one holds a report that did not end. Raises ValueError where another
-    process has the folder, naming it.
+    process has the folder, naming it, and where the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock, writer = FileLock(folder / ".lock", timeout=0), folder / ".writer"  # a process that dies lets go of the lock
-    try:
-        lock.acquire()
-    except Timeout:
-        who = writer.read_text() if writer.is_file() else "that just began"
-        raise ValueError(f"another process, {who}, writes {folder}: wait for it, or choose another run name") from None
-    try:
-        with paths.whole(writer) as partial:
-            partial.write_text(str(os.getpid()))
-        (folder / "index.html").unlink(missing_ok=True)
-        yield folder
-    finally:
-        writer.unlink(missing_ok=True)
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
+    lock, other = folder / ".lock", "choose another run name"
+    with paths.held(lock, folder / ".writer", f"writes {folder}", f"make room there, or {other}", other):
+        try:
+            (folder / "index.html").unlink(missing_ok=True)
+            yield folder
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def write(path: Path, template: str, **values: object) -> Path:

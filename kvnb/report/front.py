@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,7 +228,14 @@ def elsewhere(run: Run, path: Path) -> list[str]:
     if not path.is_relative_to(paths.RECORDED):
         return []
     others = [other for other in sorted(path.parent.glob(f"*_{run.first['grid']}_*.parquet")) if other != path]
-    return [f"Another run, {other.name}: {answers.answer(answers.load(other))}" for other in others]
+    return [f"Another run, {other.name}{_answer(other)}" for other in others]
+
+
+def _answer(path: Path) -> str:
+    try:
+        return f": {answers.answer(answers.load(path))}"
+    except ValueError as error:  # it is not what the page is about
+        return f", is left out: {error}"
 
 
 def copies(run: Run) -> list[tuple[str, str]]:
@@ -247,19 +255,27 @@ def provenance(run: Run, path: Path) -> list[tuple[str, str]]:
 ASKED = "Does PyTorch's index copy outperform a hand-written kernel?"
 
 
+LINKING = re.compile(r"(?<=@)|(?<=:)(?=//)|(?<=#)(?=\d)|(?<=www)(?=\.)", re.IGNORECASE)  # of itself, on GitHub
+JOINER = "&#8288;"  # a character without width, at which GitHub sees two words
+
+
 def inert(text: str) -> str:
-    """Markdown in which names of machines and copies are no HTML, link or picture; GitHub shows the rest as it is."""
-    return text.replace("<", "&lt;").replace("![", "!\\[").replace("](", "]\\(")
+    """Markdown in which names of machines and copies are no HTML, picture, link, mention or reference to an issue.
+
+    GitHub shows it as it was. Once only: what is inert already would show its escapes.
+    """
+    bracketed = re.sub(r"(?<=[!\]])(?=[\[(:])", r"\\", text.replace("<", "&lt;"))
+    return LINKING.sub(JOINER, bracketed)
 
 
 def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
-    """Both questions with their answers, in Markdown."""
+    """Both questions with their answers, in Markdown that is not inert yet."""
     several = len({run.machine for run in (*runs, *padded)}) > 1
     of = (lambda run: f"{run.machine}, grid {run.first['grid']}: " if run else "") if several else lambda run: ""
     both = [f"**{ASKED}**"] * bool(runs or not padded)
     both += [f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs]
     both += [f"**{null_block.ASKED}**", *(of(run) + reserve(run) for run in padded or [None])]
-    return inert("\n\n".join(both))
+    return "\n\n".join(both)
 
 
 def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun], failed: Sequence[str] = ()) -> str:

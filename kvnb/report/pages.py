@@ -110,8 +110,9 @@ def readme() -> str:
     for gpu, path in answers.recorded().items():
         run, padded = answers.load(path), answers.recorded(null_block.GRID).get(gpu)
         alt = answers.alt("latency", run).replace("[", "(").replace("]", ")")
-        told += [f"### {front.inert(run.title)}", front.told([run], [null_block.load(padded)] if padded else [])]
-        told += [front.inert(front.compact(run).markdown()), f"![{front.inert(alt)}](reports/{gpu}/latency.png)"]
+        answer = front.told([run], [null_block.load(padded)] if padded else [])
+        told += map(front.inert, (f"### {run.title}", answer, front.compact(run).markdown()))
+        told += [f"![{front.inert(alt)}](reports/{gpu}/latency.png)"]
         notebook = f"reports/{gpu}/03_compare.ipynb"
         told.append(f"Every copy, figure and number: [{notebook}]({notebook}), or, as pages, reports/{gpu}/index.html.")
     return "\n\n".join(told) or "No run is recorded yet: `make report` measures one."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,17 +83,11 @@ def _run_file(value: str) -> str | None:
 
 
 def _copies_file(value: str) -> str | None:
-    """Where the file will do, its copies may be named from here on; ValueError where it registers none."""
+    """Where the file will do, its copies may be named from here on; ValueError where it fails or registers none."""
     if problem := _file(value):
         return problem
-    path = Path(value).resolve()
-    try:
-        copies.load_from(value)
-    except ValueError:
-        raise
-    except Exception as error:  # noqa: BLE001  it is the user's file: its error, and where, is what is wrong with it
-        at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        return f"{value}{f', line {at[-1]}' if at else ''}: {type(error).__name__}: {error}"
+    copies.load_from(value)
+    return None
 
 
 DEVICE = "auto, cpu, cuda or cuda:N"

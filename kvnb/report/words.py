@@ -78,10 +78,9 @@ def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
 
 def disturbances(samples: pd.DataFrame) -> str:
     """Of a run's samples: `2.1% of rounds (software power cap 1.5%, clock drift 0.6%)`, and what nobody watched."""
-    done = samples[samples["status"] == "ok"]
-    if done["throttled"].isna().all() and done["sm_clock_mhz"].isna().all():
+    done, rounds = samples[samples["status"] == "ok"], stats.by_round(samples)
+    if rounds.empty or (done["throttled"].isna().all() and done["sm_clock_mhz"].isna().all()):
         return "not known"
-    rounds = stats.by_round(samples)
     said = rounds.loc[~rounds["disturbed"].isin(["", stats.UNWATCHED]), "disturbed"].str.split(", ")
     each = said.explode().value_counts() / len(rounds)
     told = ", ".join(f"{reason} {share:.1%}" for reason, share in each.items())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -139,18 +142,33 @@ def test_a_refused_write_leaves_the_old_file(path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is made of /dev/full, which is not here")
 def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_of_the_new_one(path):
     results.write([row()], path)
     before = path.read_bytes()
-    path.with_name(f".{path.name}.{os.getpid()}.partial").symlink_to("/dev/full")
+    paths.partial_of(path).symlink_to("/dev/full")
     with pytest.raises(RunFileError, match=r"run.parquet cannot be written \(.*No space left on device\): make room"):
         results.write([row(sample=2)], path)
     assert path.read_bytes() == before
     assert [left.name for left in path.parent.iterdir()] == ["run.parquet"]
 
 
-def test_a_write_leaves_nothing_but_the_file(path):
+def test_a_write_leaves_nothing_but_the_file_and_takes_along_what_killed_ones_left(path):
+    """Those of this host, that is: of another one's processes, nothing is known."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    path.parent.mkdir()
+    mine = paths.partial_of(path).name
+    left = {who: mine.replace(f"@{os.getpid()}.", f"@{pid}.") for who, pid in (("alive", 1), ("dead", dead.pid))}
+    left["elsewhere"] = left["dead"].replace(f"@{platform.node()}@", "@elsewhere@")
+    left |= {"another file's": left["dead"].replace("run", "other"), "foreign": ".mine.partial"}
+    for name in left.values():
+        (path.parent / name).touch()
     results.write([row()], path)
+    kept = {who for who, name in left.items() if (path.parent / name).exists()}
+    assert kept == {"alive", "elsewhere", "foreign"}
+    for who in kept:
+        (path.parent / left[who]).unlink()
     assert [left.name for left in path.parent.iterdir()] == ["run.parquet"]
 
 
@@ -188,6 +206,41 @@ def test_a_bit_that_changed_on_the_disk_is_noticed_or_changes_nothing(path):
     assert refused > 25
 
 
+@pytest.mark.parametrize("damage", [(b"kvnb_commit", b"kvnb_\xf9ommit"), (b"GPU-1", b"GPU-2")], ids=["name", "value"])
+def test_bytes_that_are_not_what_was_written_are_told_with_the_files_name(path, damage):
+    results.write([row()], path)
+    path.write_bytes(path.read_bytes().replace(*damage))
+    with pytest.raises(RunFileError, match=r"run\.parquet is not a complete run file .*measure again"):
+        results.read(path)
+
+
+def test_an_encoding_that_this_arrow_does_not_know_is_told_with_the_files_name(path):
+    results.write([row(sample=number) for number in range(200)], path)
+    whole, causes = path.read_bytes(), set()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for place in np.random.default_rng(2).choice(np.arange(footer, len(whole) - 8), 200, replace=False):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            results.read(path)
+        except RunFileError as error:
+            causes.add(type(error.__cause__))
+    assert causes >= {pa.ArrowNotImplementedError, pa.ArrowInvalid, OSError}
+
+
+def test_what_the_system_cannot_do_is_not_blamed_on_the_file(path):
+    results.write([row()], path)
+    results.read(path)  # so that nothing else remains to be opened
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), most))
+        try:
+            with pytest.raises(RunFileError, match=r"run\.parquet cannot be read \(.*Too many open files") as told:
+                results.read(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+    assert "may be sound" in str(told.value) and "rm " not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("folder", "advice"),
     [
@@ -214,6 +267,8 @@ HAND_EDITED = {
     "a time that is none": ([row(seconds=float("nan"))], "has seconds where status is not ok, or none where it is"),
     "an endless time": ([row(seconds=float("inf"))], "has seconds where status is not ok, or none where it is"),
     "a time of an error": ([row(status="error", reason="no")], "has seconds where status is not ok, or none where"),
+    "a time below 0": ([row(), row(sample=2, seconds=-1e-6)], "holds times of 0 s or less"),
+    "no time at all": ([row(seconds=0.0)], "holds times of 0 s or less"),
     "an odd case": ([row(), row(layout="NHDD")], "holds a case that cannot be: layout = 'NHDD' must be one of NHD"),
     "a sample twice": ([row(), row(seconds=1.0)], "holds 1 samples twice"),
     "two machines": ([row(), row(sample=2, cpu="another")], "holds one run with more than one cpu"),
@@ -228,6 +283,13 @@ def test_a_file_edited_by_hand_is_refused_whole(path, rows, message):
     with pytest.raises(RunFileError, match=rf"run\.parquet {message}.*; `rm \S.*RUN=run`") as told:
         results.load(path)
     assert str(path) in str(told.value)
+
+
+def test_a_slope_of_an_empty_launch_below_0_is_read_as_it_was_recorded(path):
+    """data/recorded/h200 has such, of schema version 1."""
+    rows = [row(copy="limit.launch", family="limit", seconds=-1e-8), row()]
+    results.write(rows, path)
+    assert results.read(path).to_pylist() == rows
 
 
 def test_a_file_that_another_tool_wrote_is_mended_by_the_line_that_is_told(path):

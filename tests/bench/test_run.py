@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -166,22 +168,54 @@ def test_what_no_worker_can_measure_is_one_row_of_no_worker():
 # -------------------------------------------------------------------------------------------------- killed and resumed
 
 
+MEASURING = """
+import multiprocessing
+import kvnb
+from kvnb.bench import timing
+from kvnb.problem.case import grid
+
+waited = []
+
+def measure_case(bench, case, cells, on_visit, **rest):
+    def told(cell, stage):
+        on_visit(cell, stage)
+        if (case, stage) == (grid("quick", "cpu")[1], "round") and not waited:
+            waited.append(True)
+            with open({fifo!r}, "w") as fifo:
+                fifo.write("measuring")
+            multiprocessing.parent_process().join()
+
+    return measured(bench, case, cells, on_visit=told, **rest)
+
+if __name__ == "__main__":
+    kvnb.measure(**{asked}, path={path!r})
+else:  # a worker, at its visit to a cell
+    measured, timing.measure_case = timing.measure_case, measure_case
+"""
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Path:
-    """The folder of a run that was killed when its first part was there; its workers must end by themselves."""
+    """The folder of a run that was killed while a worker, spawned as a user's are, measured the second case.
+
+    The worker must end by itself: the test goes on when nobody has stderr open any more.
+    """
     path = tmp_path_factory.mktemp("killed") / "r.parquet"
-    code = f"import kvnb\nif __name__ == '__main__':\n    kvnb.measure(**{ASKED}, path={str(path)!r})\n"
+    fifo = path.with_name("measuring")
+    os.mkfifo(fifo)
     script = path.with_name("measuring.py")
-    script.write_text(code)
+    script.write_text(MEASURING.format(asked=ASKED, path=str(path), fifo=str(fifo)))
     environment = {**os.environ, "PYTHONPATH": str(paths.ROOT)}
     process = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
-    first = path.with_suffix(".parts") / "0000.parquet"
-    while not first.exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    with open(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)) as told:
+        assert select.select([told], [], [], 120)[0], "no worker came to the second case"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        os.set_blocking(told.fileno(), True)
+        assert told.read() == "measuring"
     process.communicate(timeout=60)  # ends when the last worker has let go of stderr
     assert not path.exists()
+    assert [part.name for part in path.with_suffix(".parts").glob("*.parquet")] == ["0000.parquet"]
     return path.with_suffix(".parts")
 
 
@@ -221,12 +255,20 @@ def test_a_killed_run_goes_on_where_it_stopped(cut_off, monkeypatch):
     assert not cut_off.with_suffix(".parts").exists()
 
 
-def test_a_complete_run_is_returned_as_it_is(cut_off, monkeypatch, no_process):
-    monkeypatch.setattr(paths, "LOCAL", cut_off.parent)
-    shutil.move(cut_off.with_suffix(".parts") / "0000.parquet", cut_off)
-    before = cut_off.read_bytes()
-    assert kvnb.measure(**ASKED, run="r") == cut_off
-    assert cut_off.read_bytes() == before
+def test_a_complete_run_is_returned_as_it_is(finished, monkeypatch, no_process):
+    monkeypatch.setattr(paths, "LOCAL", finished.parent)
+    before = finished.read_bytes()
+    assert kvnb.measure(**ASKED, run="r") == finished
+    assert finished.read_bytes() == before
+
+
+@pytest.mark.parametrize("outcome", [("unsupported", -1), ("error", 0)], ids=lambda outcome: outcome[0])
+def test_a_complete_run_that_could_measure_nothing_is_one(finished, outcome, no_process):
+    status, worker = outcome
+    samples = kvnb.load(finished).drop_duplicates([*CASE_FIELDS, "copy", *results.CELL_FIELDS])
+    nothing = {"seconds": None, "status": status, "reason": "no", "worker": worker, "round": -1, "sample": -1}
+    results.save(samples.assign(**nothing), finished)
+    assert kvnb.measure(**ASKED, path=finished) == finished
 
 
 def test_a_file_that_is_no_run_is_not_taken_for_one(tmp_path, no_process):
@@ -311,7 +353,9 @@ def test_a_part_that_is_not_what_it_should_be_is_told_before_anything_is_measure
 
 @pytest.fixture
 def finished(cut_off, monkeypatch) -> Path:
-    """A run file whose grid is its one case."""
+    """A run file, and a grid of its one case."""
+    only = grid("quick", "cpu")[:1]
+    monkeypatch.setattr(runs, "grid", lambda *_: only)
     shutil.move(cut_off.with_suffix(".parts") / "0000.parquet", cut_off)
     shutil.rmtree(cut_off.with_suffix(".parts"))
     return cut_off
@@ -334,6 +378,32 @@ def test_a_finished_run_does_not_stand_for_one_that_asks_for_more(finished, more
     assert finished.read_bytes() == before
 
 
+def test_a_finished_run_without_a_case_does_not_stand_for_the_grid_that_has_it(finished, monkeypatch, no_process):
+    both = grid("quick", "cpu")[:2]
+    monkeypatch.setattr(runs, "grid", lambda *_: both)
+    with pytest.raises(ValueError, match=f"r.parquet is a finished run without case {both[1]}; choose another"):
+        kvnb.measure(**ASKED, path=finished)
+
+
+def test_a_run_that_another_process_ended_meanwhile_is_looked_at_again(finished, monkeypatch, no_process):
+    """Between the first look and the lock."""
+    ended, held = finished.rename(finished.with_name("ended")), paths.held
+
+    @contextmanager
+    def late(*arguments):
+        shutil.copy(ended, finished)
+        with held(*arguments):
+            yield
+
+    monkeypatch.setattr(paths, "held", late)
+    with pytest.raises(ValueError, match="r.parquet is a finished run without round 1; choose another run name"):
+        kvnb.measure(**ASKED | {"rounds": 2}, path=finished)
+    assert finished.read_bytes() == ended.read_bytes()
+    finished.unlink()
+    assert kvnb.measure(**ASKED, path=finished) == finished
+    assert sorted(left.name for left in finished.parent.iterdir()) == ["ended", "r.parquet"]
+
+
 def test_a_finished_run_of_a_gpu_does_not_stand_for_one_of_the_cpu(finished, no_process):
     results.save(kvnb.load(finished).assign(gpu="Test GPU", timer="graph"), finished)
     with pytest.raises(ValueError, match="is a finished run without device cpu; choose another run name"):
@@ -343,14 +413,63 @@ def test_a_finished_run_of_a_gpu_does_not_stand_for_one_of_the_cpu(finished, no_
         kvnb.measure(**ASKED, path=finished)
 
 
-def test_what_a_kill_left_beside_a_finished_run_goes(cut_off, no_process):
-    shutil.copy(cut_off.with_suffix(".parts") / "0000.parquet", cut_off)
-    assert kvnb.measure(**ASKED, path=cut_off) == cut_off
-    assert [left.name for left in cut_off.parent.iterdir()] == [cut_off.name]
+@pytest.fixture
+def left_beside(finished, killed) -> Path:
+    """A finished run, its parts beside it: it was killed before they went."""
+    shutil.copytree(killed, finished.with_suffix(".parts"))
+    return finished
+
+
+def test_what_a_kill_left_beside_a_finished_run_goes(left_beside, no_process):
+    assert kvnb.measure(**ASKED, path=left_beside) == left_beside
+    assert [left.name for left in left_beside.parent.iterdir()] == [left_beside.name]
+
+
+def is_open(info: os.stat_result) -> bool:
+    for number in range(256):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(number), info):
+                return True
+    return False
+
+
+def test_a_lock_that_stays_in_its_folder_while_it_is_open_fails_no_finished_run(left_beside, monkeypatch, no_process):
+    """NFS gives a file that is removed while it is open another name, which nobody can remove before it is closed."""
+    unlink = os.unlink
+
+    def unlink_over_nfs(path, *, dir_fd=None):
+        if not is_open(os.stat(path, dir_fd=dir_fd)):
+            unlink(path, dir_fd=dir_fd)
+        elif os.fspath(path).startswith(".nfs"):
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        else:
+            os.rename(path, ".nfs1", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    with monkeypatch.context() as over_nfs:
+        over_nfs.setattr(os, "unlink", unlink_over_nfs)
+        for _ in range(2):
+            assert kvnb.measure(**ASKED, path=left_beside) == left_beside
+            assert [left.name for left in left_beside.with_suffix(".parts").iterdir()] == [".nfs1"]
+    assert kvnb.measure(**ASKED, path=left_beside) == left_beside
+    assert [left.name for left in left_beside.parent.iterdir()] == [left_beside.name]
 
 
 def test_a_run_that_another_process_measures_is_left_alone(cut_off, no_process):
     parts = cut_off.with_suffix(".parts")
     with FileLock(parts / "lock"):
-        (parts / "owner").unlink()
-        refused(cut_off, "another process measures into .*r.parquet; wait for it or choose another run name")
+        assert (parts / "owner").exists()  # it names the process that was killed, and that holds nothing
+        for _ in range(2):
+            refused(cut_off, "^another process measures into .*r.parquet: wait for it, or choose another run name")
+            (parts / "owner").unlink(missing_ok=True)
+        (parts / "owner").write_text(f"process {os.getpid()} on {platform.node()}")
+        refused(cut_off, f"^process {os.getpid()} on .* measures into .*r.parquet: wait for it, or choose another")
+    assert not any(name.startswith(".") for name in os.listdir(parts))
+
+
+def test_a_file_system_without_locks_is_told_with_what_to_do(tmp_path, monkeypatch, no_process):
+    def flock(*_, **__):
+        raise NotImplementedError("no flock here")
+
+    monkeypatch.setattr(paths.FileLock, "acquire", flock)
+    with pytest.raises(ValueError, match=r"r\.parts cannot be locked \(no flock here\): make room .*another folder"):
+        kvnb.measure(**ASKED, path=tmp_path / "r.parquet")

@@ -118,7 +118,7 @@ def _carry_out(order: dict, tell: int) -> int:
 def fill_disk(parts: Path, name: str) -> None:
     """Let a file of a run lie on a full disk: what is written to /dev/full fails as it does there."""
     parts.mkdir(parents=True, exist_ok=True)
-    (parts / f".{name}.{os.getpid()}.partial").symlink_to("/dev/full")
+    paths.partial_of(parts / name).symlink_to("/dev/full")
 
 
 def die_within_a_file(most_bytes: int) -> None:
@@ -247,7 +247,8 @@ def test_a_run_that_a_signal_ends_anywhere_loses_no_finished_case(order, undistu
         assert_goes_on(order, folder / "r.parquet", undisturbed)
     assert len(cases_kept) == KILL_POINTS
     assert {0, len(CASES)} < set(cases_kept)  # from before the first case to after the last
-    told = "points at which a signal ends a run: no finished case is lost, and resuming measures only the rest"
+    told = "lines of its Python at which a signal ends a run whose workers were forked, not spawned: "
+    told += "no finished case is lost, and resuming measures only the rest"
     record_property("trust", f"{KILL_POINTS} {told}")
 
 
@@ -279,10 +280,14 @@ def test_a_worker_that_is_killed_anywhere_costs_one_cell_and_not_the_run(order, 
         ok = {seen[:-1] for seen in visits(samples) if seen[-1] == "ok"}
         assert len(wanted - ok) == len(lost) and ok <= wanted
     assert died > 0
-    record_property("trust", f"{WORKER_KILL_POINTS} points at which a worker is killed: it costs a cell, not the run")
+    told = "lines of a run at which its forked worker is killed: that costs a cell, not the run"
+    record_property("trust", f"{WORKER_KILL_POINTS} {told}")
 
 
 # ------------------------------------------------------------------------------------------------- nowhere to write
+
+TOLD = "): make room and see that you may write there, or choose another folder; nothing was measured now, finished "
+TOLD += "cases stay"
 
 
 @pytest.mark.parametrize("name", ["0001.parquet", "published"])
@@ -302,7 +307,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_every_finished_case_kept(order, 
 def test_a_full_disk_is_told_before_anything_is_measured(order, tmp_path, name):
     cut = order(tmp_path / "r.parquet", full=name, killer=SMALL.num_tokens)
     assert cut["error"].startswith("ValueError: ") and "No space left on device" in cut["error"]
-    assert "make room there; nothing was measured" in cut["error"]
+    assert cut["error"].endswith(TOLD)
     assert finished(tmp_path / "r.parquet") == {}
 
 
@@ -313,8 +318,28 @@ def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(order,
         places.append(tmp_path / "new" / "r.parquet")
     for path in places:
         cut = order(path, killer=SMALL.num_tokens)
-        assert cut["error"].startswith(f"ValueError: {path} cannot be written ("), cut
-        assert cut["error"].endswith("): choose another folder; nothing was measured")
+        assert cut["error"].startswith(f"ValueError: {path.with_suffix('.parts')} cannot be written ("), cut
+        assert cut["error"].endswith(TOLD)
+
+
+def test_a_run_that_cannot_go_on_says_that_its_finished_cases_stay(order, undisturbed, tmp_path):
+    path = tmp_path / "run" / "r.parquet"
+    assert order(path, full="0001.parquet")["code"] == 1
+    cut = order(path, full="owner", killer=SMALL.num_tokens)
+    assert "No space left on device" in cut["error"] and cut["error"].endswith(TOLD)
+    assert len(finished(path)) == 1
+    assert_goes_on(order, path, undisturbed)
+
+
+def test_parts_that_tidying_up_left_are_no_parts_of_the_next_run(order, tmp_path):
+    """They were of a run file that is gone: here it was never published."""
+    path = tmp_path / "run" / "r.parquet"
+    assert order(path, full="published")["code"] == 1
+    (path.with_suffix(".parts") / "settings.json").unlink()
+    done = order(path, asked={"rounds": 2})
+    assert done["code"] == 0, done
+    timed = results.load(path).query("status == 'ok'")
+    assert {*timed.groupby([*CASE_FIELDS])["round"].nunique()} == {2}
 
 
 def test_the_second_of_two_measures_into_one_run_is_refused_and_names_the_first(order, undisturbed, tmp_path):
@@ -323,7 +348,7 @@ def test_the_second_of_two_measures_into_one_run_is_refused_and_names_the_first(
     before = {part.name: part.read_bytes() for part in path.with_suffix(".parts").iterdir()}
     second = order(path)
     assert second["error"].startswith(f"ValueError: process {first} on ")
-    assert second["error"].endswith(f" measures into {path}; wait for it or choose another run name")
+    assert second["error"].endswith(f" measures into {path}: wait for it, or choose another run name")
     assert {part.name: part.read_bytes() for part in path.with_suffix(".parts").iterdir()} == before
     assert order(path, **{"continue": first})["code"] == 0
     assert visits(results.load(path)) == visits(undisturbed.samples)

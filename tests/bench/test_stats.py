@@ -300,7 +300,8 @@ def test_call_gives_no_verdict_near_an_empty_event_pair(pair, word):
 
 def test_call_without_a_measured_event_pair_gives_no_verdict():
     samples = run(timed("kvnb", timer="call"), timed("torch.index_put", 2e-4, timer="call"))
-    assert stats.compare(samples, "kvnb", "torch.index_put")["verdict"].tolist() == ["UNDECIDED"]
+    [row] = stats.compare(samples, "kvnb", "torch.index_put").to_dict("records")
+    assert (row["verdict"], row["reason"]) == ("UNDECIDED", "shorter than 3 empty event pairs (not timed)")
 
 
 # ---------------------------------------------------------------------------------------------------------- disturbed
@@ -405,6 +406,28 @@ def test_a_place_that_was_disturbed_leaves_others_their_verdicts():
     table = stats.compare(samples, "kvnb", "torch.index_put").set_index("num_tokens")
     assert table["verdict"].to_dict() == {CASE.num_tokens: "FASTER", LARGE.num_tokens: "UNDECIDED"}
     assert table["disturbed"].to_dict() == {CASE.num_tokens: False, LARGE.num_tokens: True}
+
+
+@pytest.mark.parametrize(("slow", "flagged", "hidden"), [
+    (range(7), range(7), False),
+    (EVERY, EVERY, False),
+    (EVERY, range(9), False),  # one round of each worker is too few to tell noise from
+    (EVERY, range(8), True),
+])  # fmt: skip
+def test_disturbed_rounds_set_no_margin(slow, flagged, hidden):
+    """In another place one of the two names of kvnb took 10 % longer while another process ran."""
+    other = noise(case=LARGE)
+    told("seconds", 1.1, slow, copies=["kvnb.again"])(other)
+    told("throttled", "other process on the GPU", flagged)(other)
+    samples = run(noise(), timed("torch.index_put", 1.05e-4), other)
+    [row] = stats.compare(samples, "kvnb", "torch.index_put").to_dict("records")
+    assert (row["margin"] > 0.05, row["verdict"]) == (hidden, "SAME" if hidden else "FASTER")
+
+
+def test_a_floor_of_disturbed_rounds_only_is_better_than_none():
+    quiet, loud = noise(), noise(spread=0.2, timer="eager", throttled=CAP)
+    floors = stats.noise_floor(run(quiet, loud)).set_index("timer")["floor"]
+    assert floors["graph"] < 0.01 < 0.02 < floors["eager"]
 
 
 def test_a_mean_must_follow_from_undisturbed_cells_too():

@@ -104,6 +104,8 @@ def test_the_drivers_copy_across_runs_widens_the_margin(against, first):
     compared = against(later.assign(seconds=later["seconds"].where(~few, 1.05 * later["seconds"])))
     assert set(of(compared.cells, "triton")["verdict"]) == {"SAME"}
     assert "limit.copy.memcpy across the runs (5." in compared.caution()
+    capped = compared.b.samples.assign(throttled=np.where(few, "software power cap", ""))
+    assert set(of(against(capped).cells, "triton")["verdict"]) == {"SLOWER"}  # disturbed rounds set no margin
 
 
 def test_an_empty_launch_widens_the_margin_by_its_share_of_the_cell(against, first):
@@ -136,6 +138,19 @@ def test_a_verdict_rests_on_rounds_that_nothing_disturbed(against, first):
     assert triton["reason"].str.startswith(capped).all() and triton["reason"].str.endswith("of B: too few others").all()
     one = against(faster.assign(throttled=faster["throttled"].mask(faster["round"] == 0, capped))).cells
     assert set(one.loc[one["copy"] == "triton", "verdict"]) == {"FASTER"} and not one["disturbed"].any()
+    assert one["reason"].str.endswith("; software power cap in 3 of 15 rounds of B, the same without").all()
+
+
+def test_a_verdict_that_undisturbed_rounds_of_both_runs_do_not_give_is_withheld(against, first):
+    """Twice as fast in all rounds but the last, of which undisturbed ones leave open which is faster."""
+    later = rerun(first, {"triton": 0.5})
+    later["seconds"] *= np.where((later["copy"] == "triton") & (later["round"] == 4), 3, 1)
+    before, after = (run.assign(throttled=np.where(run["round"] < n, "cap", "")) for n, run in ((1, first), (3, later)))
+    assert set(of(against(later).cells, "triton")["verdict"]) == {"FASTER"}
+    triton = of(against(after, before).cells, "triton")
+    assert set(triton["verdict"]) == {"UNDECIDED"} and triton["disturbed"].all()
+    told = "cap in 3 of 15 rounds of A, cap in 9 of 15 rounds of B: FASTER with them, UNDECIDED without"
+    assert set(triton["reason"]) == {told}
 
 
 def test_short_calls_are_not_judged(against, first):
@@ -144,7 +159,8 @@ def test_short_calls_are_not_judged(against, first):
     moved = dict.fromkeys(("kvnb", "kvnb.again", "torch.index_put"), 0.2)
     cells = against(rerun(base, moved, copy_version="1"), base).cells
     short = cells[cells["copy"] == "kvnb"].nsmallest(1, "seconds_a").iloc[0]
-    assert short["verdict"] == "UNDECIDED" and "empty event pairs" in short["reason"]
+    assert short["verdict"] == "UNDECIDED"
+    assert re.fullmatch(r"shorter than 3 empty event pairs \(0\.7\d us each\)", short["reason"])
     assert cells[cells["copy"] == "torch.index_put"].nlargest(1, "seconds_a")["verdict"].item() == "FASTER"
 
 

@@ -1,6 +1,7 @@
 """Notebooks in batch: a target is only ever complete, and a failure keeps what it got to and why."""
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -69,8 +70,19 @@ def test_a_failure_keeps_its_traceback_and_a_later_success_replaces_it(run):
     assert files(outcome) == [f"{NOTEBOOK}.ipynb"]
 
 
-def test_a_dead_kernel_is_said_to_be_dead(run):
-    outcome, notebook = run("import os\nprint('at case 7', file=sys.stderr, flush=True)\nos._exit(3)")
+def test_a_dead_kernel_is_said_to_be_dead(run, tmp_path, monkeypatch):
+    """The kernel ends once its last words are heard: what is under way is lost with it."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+
+    class Heard(io.StringIO):
+        def write(self, text):
+            if "at case 7" in text:
+                fifo.write_text("")
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Heard())
+    last = f"print('at case 7', file=sys.stderr, flush=True)\nopen({str(fifo)!r}).close()\nos._exit(3)"
+    outcome, notebook = run(f"import os\n{last}")
     assert outcome.failure == ("at case 7", "the kernel ended, exit status 3")
     assert sys.executable in text(notebook)
     assert notebook.cells[1].source.endswith("\n\n    at case 7\n    the kernel ended, exit status 3")
@@ -126,6 +138,23 @@ def test_the_limit_is_the_notebooks_and_not_a_cells(run, monkeypatch):
     monkeypatch.setitem(execute.TIME_LIMITS, NOTEBOOK, 3)
     outcome, _ = run(*["import threading; threading.Event().wait(1)"] * 4)
     assert outcome.failure == (f"{NOTEBOOK} took longer than its 3 s",)
+
+
+def test_a_limit_that_passes_before_the_kernel_starts_is_why(run, monkeypatch):
+    monkeypatch.setitem(execute.TIME_LIMITS, NOTEBOOK, 0)
+    outcome, notebook = run("print('never')")
+    assert outcome.failure == (f"{NOTEBOOK} took longer than its 0 s",)
+    assert files(outcome) == [f"{NOTEBOOK}.failed.ipynb"] and "never" not in text(notebook)
+
+
+def test_a_limit_that_passes_while_the_kernel_starts_is_why(run, tmp_path, monkeypatch):
+    """The kernel's Python waits for a pipe that nobody writes to before it answers anything."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'fifo')!r})")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setitem(execute.TIME_LIMITS, NOTEBOOK, 2)
+    outcome, _ = run("print('never')")
+    assert outcome.failure == (f"{NOTEBOOK} took longer than its 2 s",)
 
 
 SOCKETS = """import json

@@ -15,13 +15,16 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import nbformat
 import pytest
-from test_report import held, place, report_mine, write_notebook  # noqa: F401  place is a fixture
+from test_report import held, place, report_mine, small_grid, write_notebook  # noqa: F401  place is a fixture
+from typer.testing import CliRunner
 
-from kvnb import paths
+from kvnb import cli, paths
+from kvnb.bench import run as runs
 from kvnb.report import execute, files
 
 PATHS = ("ROOT", "LOCAL", "RECORDED", "REPORTS", "NOTEBOOKS")
@@ -80,26 +83,40 @@ def test_what_stops_a_notebook_stops_no_other(small, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ side by side
 
 
-def in_fork(where: dict, target, *arguments):
-    """In a process of its own: the test's folders, then target(*arguments), whose result is its exit status."""
+def in_fork(where: dict, limits: dict, target, *arguments):
+    """In a process of its own: the test's folders and limits, then target(*arguments), its exit status."""
     for name, path in where.items():
         setattr(paths, name, path)
+    execute.TIME_LIMITS.update(limits)
     sys.exit(target(*arguments))
 
 
 def start(forks, target, *arguments):
     where = {name: getattr(paths, name) for name in PATHS}
-    process = forks.Process(target=in_fork, args=(where, target, *arguments))
+    process = forks.Process(target=in_fork, args=(where, execute.TIME_LIMITS, target, *arguments))
     process.start()
     return process
 
 
+def ended(process, seconds=300):
+    """How a process ended; one that has not by then is killed, and the test fails."""
+    process.join(seconds)
+    if running := process.is_alive():
+        process.kill()
+    assert not running
+    return process.exitcode
+
+
+def read(fifo: Path) -> str:
+    """What is written to a named pipe: written by its one writer in one piece, within a minute."""
+    with open(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)) as pipe:
+        assert select.select([pipe], [], [], 60)[0]
+        os.set_blocking(pipe.fileno(), True)
+        return pipe.read()
+
+
 def one_report(run: str) -> int:
-    from typer.testing import CliRunner
-
-    from kvnb import cli
-
-    sys.modules["altair"] = None
+    sys.modules["altair"], runs.grid = None, small_grid
     return CliRunner().invoke(cli.app, ["report", *held(run)]).exit_code
 
 
@@ -116,8 +133,7 @@ def test_two_reports_at_once_do_not_disturb_each_other(small, forks, monkeypatch
     monkeypatch.setitem(execute.TIME_LIMITS, "02_measure", 120)  # where the other does not come
     other = start(forks, one_report, "yours")
     done = report_mine()
-    other.join()
-    assert (done.exit_code, other.exitcode) == (0, 0), done.output
+    assert (done.exit_code, ended(other)) == (0, 0), done.output
     for run, not_its in (("mine", "yours"), ("yours", "mine")):
         cells = nbformat.read(paths.REPORTS / run / "02_measure.ipynb", as_version=4).cells
         assert cells[-1].outputs[0].data["text/plain"] == repr(run)
@@ -141,15 +157,29 @@ def test_a_folder_has_one_writer_and_says_which(small, forks):
     heard, told = forks.Pipe(duplex=False)
     until, _end = forks.Pipe(duplex=False)
     first = start(forks, claim, folder, told, until)
+    assert heard.poll(60)
     pid = heard.recv()
-    with pytest.raises(ValueError, match=rf"another process, {pid}, writes .*mine: .*choose another run name"):
+    with pytest.raises(ValueError, match=rf"process {pid} on .* writes .*mine: .*choose another run name"):
         files.claimed(folder).__enter__()
     assert not (folder / "index.html").exists(), "what looks finished while it is written"
     os.kill(pid, signal.SIGKILL)
-    first.join()
+    assert ended(first) == -signal.SIGKILL
     with files.claimed(folder):  # one that died lets go
         pass
     assert list(folder.iterdir()) == []
+
+
+def test_reports_begun_in_one_second_take_one_name_and_the_second_is_refused(small):
+    """All names of the next minutes are taken, as by reports that began then."""
+    begin = datetime.now(UTC)
+    with contextlib.ExitStack() as reports:
+        for second in range(240):
+            name = f"{begin + timedelta(seconds=second):%Y%m%d-%H%M%S}-full"
+            reports.enter_context(files.claimed(paths.REPORTS / name))
+        done = CliRunner().invoke(cli.app, ["report", "--device", "cpu", "--grid", "full", "--copies", "kvnb"])
+    told = rf"kvnb: process {os.getpid()} on \S+ writes \S+-full: wait for it, or choose another run name\n"
+    assert (done.exit_code, bool(re.search(told, done.output))) == (2, True), done.output
+    assert not [*paths.REPORTS.glob("*/*")], "nothing of it was written"
 
 
 # ------------------------------------------------------------------------------------------------------------ stopped
@@ -167,10 +197,12 @@ def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file(small, forks, numbe
         "threading.Event().wait()",
     )
     process = start(forks, execute.execute, "03_compare", {}, small / "out")
-    kernel, profile = json.loads(fifo.read_text())
-    os.kill(process.pid, number)
-    process.join()
-    assert process.exitcode == {signal.SIGINT: 1, signal.SIGTERM: 128 + signal.SIGTERM}[number]
+    try:
+        kernel, profile = json.loads(read(fifo))
+    finally:
+        os.kill(process.pid, number)
+        status = ended(process)
+    assert status == {signal.SIGINT: 1, signal.SIGTERM: 128 + signal.SIGTERM}[number]
     with contextlib.suppress(ProcessLookupError):
         assert select.select([os.pidfd_open(kernel)], [], [], 60)[0]
     assert not Path(profile).parent.exists() and not (small / "out").exists()

@@ -4,9 +4,11 @@ import base64
 import re
 import shutil
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import mistune
 import nbformat
 import pandas as pd
 import pytest
@@ -141,7 +143,10 @@ def test_the_index_says_what_failed(site, notebook):
 def evil(tmp_path_factory, gpu):
     """A report of a GPU run in which the name of every machine, copy and version is markup: its folder."""
     folder = tmp_path_factory.mktemp("evil")
-    hostile = {name: f"{name} {EVIL} ![a](http://example.com/{name}) $\\bad$" for name in MACHINE}
+    linking = "![a](http://example.com/{}) http://example.com/x www.example.com me@example.com @user x/y#7 [a][b] ![b]"
+    hostile = {name: f"{name} {EVIL} {linking.format(name)} $\\bad$" for name in MACHINE}
+    hostile["cpu"] += "\n\n[b]: /elsewhere\n\n"
+    hostile["gpu"] += "\n\n[b]: /elsewhere\n\n"
     few = gpu.samples["layout"].eq("packed") & gpu.samples["num_kv_heads"].eq(8)
     samples = gpu.samples[few].assign(**hostile)
     samples.loc[samples["copy"].eq("triton"), "copy"] = f"mine {EVIL}"
@@ -166,6 +171,11 @@ def test_what_a_run_file_says_is_escaped(evil):
     summary = (evil / "summary.md").read_text()
     assert "cpu &lt;script>" in summary or "gpu &lt;script>" in summary
     assert "<" not in summary and "](" not in summary
+    rendered = mistune.create_markdown(escape=True, plugins=["url", "table"])(summary)
+    assert not re.findall(r"<(?:a|img)\b", rendered), "not even by a reference"
+    shown = unescape(unescape(rendered))  # mistune leaves entities alone, GitHub does not
+    assert not re.findall(r"@\w|://|www\.|#\d", shown), "what GitHub itself makes a link or a mention of"
+    assert "x/y#7 [a][b] ![b]" in shown.replace("\u2060", ""), "and it looks as it did"
     chart = Page(evil / "explore.html")
     assert len(chart.all("script")) == 2 and not chart.all("img")
 

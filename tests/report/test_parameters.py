@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 import subprocess
 import sys
 
@@ -106,11 +107,15 @@ def test_every_parameter_refuses_what_is_not_meant_and_says_what_is(record_prope
                 named = (notebook, parameter.name, value) in [("02_measure", "run", name) for name in ("true", "1e-3")]
                 if named or value is None is parameter.default:
                     continue
-                with pytest.raises(ValueError, match=f"^{parameter.name}: .*(must be|is not|does not|at least|is a f)"):
+                told = f"^{parameter.name}: .*(must be|is not|does not|at least|is a f)"
+                with pytest.raises(ValueError, match=told) as refusal:
                     parameters.check(notebook, {parameter.name: value})
+                assert ", ".join(parameter.valid) in str(refusal.value)
                 refused += 1
-            near = parameter.name[:-1] + "_"
-            with pytest.raises(ValueError, match=f"'{near}' is not one of .*{parameter.name}"):
+            near = parameter.name + parameter.name[-1]
+            names = ", ".join(other.name for other in table)
+            told = f"{notebook}: parameter '{near}' is not one of {names}; did you mean {parameter.name}?"
+            with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
                 parameters.check(notebook, {near: parameter.default})
             refused += 1
     told = "malformed parameters, each refused with the valid choices before a kernel starts"
@@ -120,7 +125,14 @@ def test_every_parameter_refuses_what_is_not_meant_and_says_what_is(record_prope
 
 def test_a_file_of_copies_that_fails_is_named_with_its_line(tmp_path):
     mine = tmp_path / "mine.py"
-    for code, told in (("x = 1\nx / 0\n", "line 2: ZeroDivisionError"), ("def (", "SyntaxError: .*line 1")):
+    for code, told in (
+        ("x = 1\nx / 0\n", "line 2: ZeroDivisionError"),
+        ("def (", "SyntaxError: .*line 1"),
+        ("\nx = int('many')", r"line 2: ValueError: invalid literal for int\(\)"),
+        ("raise SystemExit(0)", "line 1: SystemExit: 0"),
+        ("def f():\n    import sys\n    sys.exit()\nf()", "line 3: SystemExit"),
+        ("", "registers no copy; end it with"),
+    ):
         mine.write_text(code)
         with pytest.raises(ValueError, match=rf"copies_from: .*mine\.py.*{told}"):
             parameters.check("02_measure", {"copies_from": str(mine)})

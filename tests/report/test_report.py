@@ -1,21 +1,33 @@
 """`kvnb report` and `kvnb render` as a whole, on recorded runs; notebooks are stood in for by tiny ones."""
 
+import re
 import shutil
+import sys
 
+import fixture_runs
 import nbformat
 import pytest
 from markupsafe import escape
 from typer.testing import CliRunner
 
 from kvnb import cli, paths
-from kvnb.bench import results
-from kvnb.report import answers, null_block
+from kvnb.bench import results, run
+from kvnb.problem.case import Case, grid
+from kvnb.report import answers, front, null_block
+
+CASES = [Case(tokens, 8, cache_bytes=1 << 26) for tokens in fixture_runs.CPU_TOKENS]
+
+
+def small_grid(name, *device):
+    """Grid `full` of a CPU is what the run `mine` holds."""
+    return CASES if (name, *device) == ("full", "cpu") else grid(name, *device)
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, run_files):
     """A root with a live CPU run `mine`, a recorded GPU run, and notebooks of one cell each."""
     folders = {"LOCAL": "data/local", "RECORDED": "data/recorded", "REPORTS": "reports", "NOTEBOOKS": "notebooks"}
+    monkeypatch.setattr(run, "grid", small_grid)
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     for name, folder in folders.items():
         monkeypatch.setattr(paths, name, tmp_path / folder)
@@ -42,12 +54,12 @@ def report_mine(*more):
     return CliRunner().invoke(cli.app, ["report", *held("mine"), *more])
 
 
-def held(run):
+def held(name):
     """The options that ask for what a finished run holds."""
-    samples = results.load(paths.LOCAL / f"{run}.parquet")
+    samples = results.load(paths.LOCAL / f"{name}.parquet")
     sizes = {"--workers": samples["worker"].max() + 1, "--rounds": samples["round"].max() + 1}
     copies = ",".join(sorted(set(samples["copy"])))
-    asked = ["--run", run, "--device", "cpu", "--grid", "full", "--copies", copies]
+    asked = ["--run", name, "--device", "cpu", "--grid", "full", "--copies", copies]
     return [*asked, *(str(part) for pair in sizes.items() for part in pair)]
 
 
@@ -71,6 +83,54 @@ def test_a_report_of_the_live_and_the_recorded_run(place):
     assert "data/local/mine.parquet" in compared
     assert "data/recorded/h200/2026-11-30_full_0123abc.parquet" in compared
     assert str(place) not in compared
+
+
+def damage(path):
+    """Cut off, as by a clone whose disk was full."""
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def test_damaged_records_cost_a_report_these_alone(place, monkeypatch):
+    """And they are known before anything is measured; of two of one day, either may be the newest."""
+    monkeypatch.setitem(sys.modules, "altair", None)
+    folder = paths.RECORDED / "h200"
+    damaged = [next(folder.iterdir()), *(folder / f"2026-11-30_{name}.parquet" for name in ("releases_1", "padding_2"))]
+    damage(damaged[0])
+    for path in (*damaged[1:], folder / "2026-11-30_padding_3.parquet"):
+        path.write_bytes(b"PAR1")
+    write_notebook("05_releases", "runs")
+    done = report_mine()
+    assert done.exit_code == 0, done.output
+    before, _, after = done.stderr.partition("kvnb: 01_copies took")
+    told = re.findall(r"^kvnb: (a recorded run|recorded runs) left out: (\S+) is not a complete run file", before, re.M)
+    both = {str(folder / f"2026-11-30_padding_{number}.parquet") for number in (2, 3)}
+    assert told[0] == ("a recorded run", str(damaged[0])) and told[2] == ("a recorded run", str(damaged[1]))
+    assert len(told) == 3 and told[1][0] == "recorded runs" and told[1][1] in both
+    assert before.count("`git checkout -- ") == 3 and after
+    mine = answers.load(paths.LOCAL / "mine.parquet")
+    assert answers.headline(mine) in done.stdout
+    assert answers.answer(mine) in (paths.REPORTS / "mine" / "summary.md").read_text()
+    assert not (paths.REPORTS / "mine" / "05_releases.html").exists()
+
+
+def test_an_older_record_that_is_damaged_is_named_on_the_page(place):
+    record = next(paths.RECORDED.rglob("*.parquet"))
+    other = record.with_name("2026-11-29_full_4567def.parquet")
+    other.write_bytes(b"PAR1")
+    (told,) = front.elsewhere(answers.load(record), record)
+    assert told.startswith(f"Another run, {other.name}, is left out: {other} is not a complete run file")
+
+
+@pytest.mark.parametrize("name", ["2026-11-30_full_0123abc", "2026-11-29_full_4567def", "2026-11-30_padding_0123abc"])
+def test_a_damaged_record_is_refused_before_what_was_rendered_is_overwritten(place, name):
+    (paths.REPORTS / "h200").mkdir()
+    kept = paths.REPORTS / "h200" / "index.html"
+    kept.write_text("of a sound one")
+    (paths.RECORDED / "h200" / f"{name}.parquet").write_bytes(b"PAR1")
+    for command in (["render"], ["goals"])[: 2 if "11-30_full" in name else 1]:
+        done = CliRunner().invoke(cli.app, command)
+        assert (done.exit_code, f"{name}.parquet is not a complete run file" in done.stderr) == (2, True), done.output
+    assert [path.name for path in kept.parent.iterdir()] == ["index.html"] and kept.read_text() == "of a sound one"
 
 
 def test_rendering_the_record_twice_gives_the_same_bytes(place):
@@ -100,9 +160,9 @@ def test_a_report_answers_todo_1_with_and_without_a_run_of_grid_padding(place, p
         shutil.copy(padding_file, place / name)
     done = report_mine()
     assert done.exit_code == 0, done.output
-    run = null_block.load(place / name) if recorded else None
+    held = null_block.load(place / name) if recorded else None
     index = (paths.REPORTS / "mine" / "index.html").read_text()
-    for question, told in null_block.decision(run, null_block.replayed()):
+    for question, told in null_block.decision(held, null_block.replayed()):
         assert f"{question}: {told}" in done.output and str(escape(told)) in index
     assert ("No run of grid padding is recorded yet" in index) == (not recorded)
     assert shown_by_null_block(paths.REPORTS / "mine") == f"({[name] if recorded else 'newest'!r}, None)"
@@ -119,8 +179,8 @@ def test_what_null_block_measures_is_answered_for(place, padding_file):
     assert null_block.decisions([padding_file])[0][0][1] in done.output
 
 
-def record_releases(run):
-    results.save(run.samples, paths.RECORDED / "h200" / "2026-11-30_releases_0123abc.parquet")
+def record_releases(by_release):
+    results.save(by_release.samples, paths.RECORDED / "h200" / "2026-11-30_releases_0123abc.parquet")
     write_notebook("05_releases", "runs")
 
 

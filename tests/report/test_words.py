@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from kvnb.report import answers, words
+from kvnb.report.compare import CELL
 
 CAP, OTHER = "software power cap", "other process on the GPU"
 
@@ -36,6 +38,11 @@ def test_what_nvml_did_not_say_is_said(gpu):
         "0.0% of rounds; NVML said nothing in 33.3% of samples"
     )
     assert words.disturbances(gpu.samples.assign(throttled=None, sm_clock_mhz=np.nan)) == "not known"
+
+
+def test_where_every_cell_failed_after_it_was_timed_nothing_is_known(gpu):
+    failed = gpu.samples.drop_duplicates(CELL).assign(status="error")
+    assert words.disturbances(pd.concat([gpu.samples, failed])) == "not known"
 
 
 @pytest.mark.parametrize("reason", [CAP, OTHER])
