@@ -6,6 +6,7 @@ counts to trust.txt. A count that differs from it fails the run, one that it lac
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +23,11 @@ TRUST = Path(__file__).with_name("trust.txt")  # a line per test: its id, a tab,
 _counted: dict[str, str] = {}
 _ran: set[str] = set()  # files whose tests this session ran
 _skipped: set[str] = set()
+
+
+def pytest_configure():
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # begun in a shell's background; tests send it to children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
