@@ -130,7 +130,7 @@ def _have(libraries: tuple[_Library, ...]) -> None:
     """Build those that are not there, and load all."""
     try:
         _build_all([library for library in libraries if not library.is_complete])
-    except (OSError, NotImplementedError) as error:  # the latter: of a file system without locks
+    except OSError as error:
         raise BuildError(
             f"cannot build in {paths.CACHE} ({error}); name a folder that can be written: KVNB_CACHE=/some/folder"
         ) from error

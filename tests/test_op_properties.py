@@ -21,6 +21,7 @@ import test_kernel_on_host as host
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import python_path
 
 SOUND = {"cpu": 600, "cuda": 2000}  # generated calls; on a GPU each by every CUDA op
 MALFORMED_CALLS = 500
@@ -239,8 +240,7 @@ def test_no_access_leaves_its_allocation(ops, beyond, record_property):
     if not (sanitizer := shutil.which("compute-sanitizer", path=path)):
         pytest.skip("compute-sanitizer is not here: it comes with the CUDA toolkit")
     asked = [sys.executable, __file__, "beyond" if beyond else str(SANITIZED)]
-    root = str(Path(__file__).parents[1])
-    places = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    places = {"PYTHONPATH": python_path(Path(__file__).parents[1])}
     environment = {**os.environ, **places, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

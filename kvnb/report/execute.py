@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -170,16 +169,12 @@ def private_folder() -> Iterator[Path]:
 
     Raises ValueError where there is none.
     """
-    for base in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
-        if len(os.fsencode(f"{base}/{SOCKET}")) > SOCKET_BYTES:
-            continue
-        with contextlib.suppress(OSError):
-            made = tempfile.TemporaryDirectory(prefix="kvnb", dir=base, ignore_cleanup_errors=True)
-            break
-    else:
+    made = paths.private_folder(lambda place: len(os.fsencode(f"{place}/{SOCKET}")) <= SOCKET_BYTES)
+    if made is None:
+        first = os.environ.get("TMPDIR") or paths.SCRATCH[0]
         raise ValueError(
             f"a kernel's sockets need a temporary folder that can be written to and whose path is short, and "
-            f"{tempfile.gettempdir()} is not: set TMPDIR to one of at most {SOCKET_BYTES - len(SOCKET) - 1} letters"
+            f"{first} is not: set TMPDIR to one of at most {SOCKET_BYTES - len(SOCKET) - 1} letters"
         )
     with made as folder:
         yield Path(folder)
