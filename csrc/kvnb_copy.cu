@@ -8,10 +8,12 @@
 // What varies:
 //   fast_kernel      16-byte vectors, source heads in a row, K and V heads of one size, fewer than 2^31 slots
 //                    one pair per thread; four where the copy is more than the GPU holds threads and L2 holds it easily
-//   compact_kernel   of these, one pair per thread, rows, heads and blocks of powers of two, K and V with equal strides
+//   compact_kernel   of these, one pair per thread, rows, heads and blocks of powers of two, K and V with equal strides;
+//                    and then also with the source's heads apart
 //   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
-//                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots
+//                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots.
+//                    The next kernel is let in first thing, or late, after that wait: see launch_of
 //
 // What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
 // stores, so the tuned kernels are arranged around the instructions before their loads: no branch, and every parameter that
@@ -47,6 +49,13 @@
 //   launch_dependents after the loads         where most put it. ptxas sinks it behind the wait for the slot: 1 token
 //                                             0.77 us, 0.65. Kept from sinking, it is as fast as first, and 8 % faster
 //                                             at 2,048 tokens, but nothing keeps it there in every compiler
+//   launch_dependents first at every size     the same copy again and again, all of it in L2: 256 tokens 2.0 us, 1.0; late
+//                                             costs 1.16 us, 1.12 with inputs just produced, 640 tokens 1.58 us, 1.44
+//   launch_dependents late at every size      1,024 tokens 1.98 us, 1.88; 2,048 tokens 3.34 us, 3.20
+//   dependent, four pairs from one wave on    2,304 tokens 5.8 us, 4.0; from one and a half: 3,072 tokens 5.6 us, 5.0
+//   plain, four pairs from 15/16 of a wave    2,048 tokens 3.96 us, 3.77
+//   the general kernel for heads apart        256 tokens of [heads, tokens, head size] 2.29 us, 1.73; 2.30 with 32-bit
+//                                             divisions, 2.02 with slots to stay in L2
 //   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4 then; but
 //   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
 //
@@ -67,9 +76,12 @@ using kvnb::Divisor;
 using kvnb::Problem;
 using kvnb::Rows;
 
+// Plainly, or dependently: then the next kernel may launch as this one begins, or once this one's own wait is over.
+enum class Launch { kPlain, kDependent, kDependentLate };
+
 constexpr int kThreads = 256;  // of a block of the general kernel; of a tuned one,
-template <int kPairs, bool kDependent>
-constexpr int kBlock = kPairs == 1 && kDependent ? 256 : 128;
+template <int kPairs, Launch kLaunch>
+constexpr int kBlock = kPairs == 1 && kLaunch != Launch::kPlain ? 256 : 128;
 constexpr int64_t kMostPairsPerLaunch = (int64_t{1} << 31) - 1 - kThreads;
 
 // Loads are asm volatile so that none moves above griddepcontrol.wait. Stores are predicated rather than branched around:
@@ -163,22 +175,28 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 #endif
 }
 
+// First thing in every kernel. One launched dependently by this one must griddepcontrol.wait before it touches what this
+// kernel, or any before it, reads or writes.
+template <Launch kLaunch>
+__device__ __forceinline__ void begin() {
+  if constexpr (kLaunch == Launch::kDependent) let_next_kernel_launch();
+  if constexpr (kLaunch != Launch::kPlain) wait_for_producer();
+  if constexpr (kLaunch == Launch::kDependentLate) let_next_kernel_launch();
+}
+
 // A slot as it is stored: uint64_t and uint32_t stand for int64 and int32.
 __device__ __forceinline__ int64_t slot_of(uint64_t stored) { return static_cast<int64_t>(stored); }
 __device__ __forceinline__ int64_t slot_of(uint32_t stored) { return static_cast<int32_t>(stored); }
 
-// The tuned kernels. No branch before the loads: threads past the end load the last pairs again and store nothing. The next
-// kernel may launch at once; one launched dependently must griddepcontrol.wait before it touches what this kernel, or any
-// before it, reads or writes.
+// The tuned kernels. No branch before the loads: threads past the end load the last pairs again and store nothing.
 //
 // Any row of whole vectors. A thread's pairs lie threads_per_token apart in its token's row: neighbours load neighbouring
 // vectors, one slot serves all.
-template <typename Slot, int kPairs, bool kDependent>
-__global__ void __launch_bounds__(kBlock<kPairs, kDependent>, kPairs == 1 ? 1 : 8)
+template <typename Slot, int kPairs, Launch kLaunch>
+__global__ void __launch_bounds__(kBlock<kPairs, kLaunch>, kPairs == 1 ? 1 : 8)
     fast_kernel(const __grid_constant__ FastPlan plan) {
-  if constexpr (kDependent) let_next_kernel_launch();
-  if constexpr (kDependent) wait_for_producer();
-  const uint32_t mine = blockIdx.x * kBlock<kPairs, kDependent> + threadIdx.x;
+  begin<kLaunch>();
+  const uint32_t mine = blockIdx.x * kBlock<kPairs, kLaunch> + threadIdx.x;
   const uint32_t thread = min(mine, plan.num_threads - 1);
   const uint32_t apart = plan.threads_per_token.divisor;
   const uint32_t token = plan.threads_per_token.quotient(thread);
@@ -229,17 +247,27 @@ struct CompactPlan {
 };
 static_assert(sizeof(CompactPlan) == 64 - 16, "one line, see FastPlan");
 
-template <typename Slot, bool kWholeBlocks, bool kDependent>
-__global__ void __launch_bounds__(kBlock<1, kDependent>) compact_kernel(const __grid_constant__ CompactPlan plan) {
-  if constexpr (kDependent) let_next_kernel_launch();
-  if constexpr (kDependent) wait_for_producer();
-  const uint32_t mine = blockIdx.x * kBlock<1, kDependent> + threadIdx.x;
-  const uint32_t last = gridDim.x * kBlock<1, kDependent> - 1 - plan.missing;
+// The same with heads of the source apart, as in [num_kv_heads, num_tokens, head_size]: one constant of a second line.
+struct ApartPlan : CompactPlan {
+  uint32_t source_head_stride;
+};
+
+__device__ __forceinline__ uint64_t from_token(const CompactPlan&, uint32_t within) { return within; }
+__device__ __forceinline__ uint64_t from_token(const ApartPlan& plan, uint32_t within) {
+  const uint32_t head = within >> plan.head_shift;
+  return uint64_t{head} * plan.source_head_stride + (within - (head << plan.head_shift));
+}
+
+template <typename Plan, typename Slot, bool kWholeBlocks, Launch kLaunch>
+__global__ void __launch_bounds__(kBlock<1, kLaunch>) compact_kernel(const __grid_constant__ Plan plan) {
+  begin<kLaunch>();
+  const uint32_t mine = blockIdx.x * kBlock<1, kLaunch> + threadIdx.x;
+  const uint32_t last = gridDim.x * kBlock<1, kLaunch> - 1 - plan.missing;
   const uint32_t pair = kWholeBlocks ? mine : min(mine, last);
   const uint32_t token = pair >> plan.row_shift;
   const uint32_t within = pair - (token << plan.row_shift);
   const Slot stored = load_to_stay(static_cast<const Slot*>(plan.slots) + token);
-  const uint4* from = plan.key_source + (uint64_t{token} * plan.token_stride + within);
+  const uint4* from = plan.key_source + (uint64_t{token} * plan.token_stride + from_token(plan, within));
   const uint4 key = load(from);
   const uint4 value = load(from + plan.value_source);
 
@@ -269,11 +297,10 @@ struct GeneralPlan {
   bool slots_are_64bit;
 };
 
-template <typename Vector, bool kDependent>
+template <typename Vector, Launch kLaunch>
 __global__ void __launch_bounds__(kThreads) general_kernel(const __grid_constant__ GeneralPlan plan) {
   const uint32_t pair = blockIdx.x * kThreads + threadIdx.x;
-  if constexpr (kDependent) let_next_kernel_launch();
-  if constexpr (kDependent) wait_for_producer();
+  begin<kLaunch>();
   if (pair >= plan.num_pairs) return;
   const uint32_t token = plan.pairs_per_token.quotient(pair);
   const uint32_t within = pair - token * plan.pairs_per_token.divisor;
@@ -304,9 +331,8 @@ uint64_t alignment_bits(const Rows& rows) {
          rows.source_head_stride | rows.block_stride | rows.slot_stride | rows.head_stride | rows.head_bytes;
 }
 
-template <typename Plan>
-cudaError_t launch(void (*kernel)(Plan), const Plan& plan, uint32_t num_threads, int per_block, bool dependent,
-                   cudaStream_t stream) {
+template <Launch kLaunch, typename Plan>
+cudaError_t launch(void (*kernel)(Plan), const Plan& plan, uint32_t num_threads, int per_block, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((num_threads - 1) / per_block + 1);
   config.blockDim = dim3(per_block);
@@ -315,33 +341,31 @@ cudaError_t launch(void (*kernel)(Plan), const Plan& plan, uint32_t num_threads,
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
+  config.numAttrs = kLaunch == Launch::kPlain ? 0 : 1;
   return cudaLaunchKernelEx(&config, kernel, plan);
 }
 
-template <typename Vector>
-cudaError_t launch_general(const GeneralPlan& plan, bool dependent, cudaStream_t stream) {
-  return launch(dependent ? general_kernel<Vector, true> : general_kernel<Vector, false>, plan, plan.num_pairs, kThreads,
-                dependent, stream);
-}
-
-cudaError_t launch_general(const GeneralPlan& plan, int64_t width, bool dependent, cudaStream_t stream) {
+template <Launch kLaunch>
+cudaError_t launch_general(const GeneralPlan& plan, int64_t width, cudaStream_t stream) {
+  auto of = [&](auto* kernel) { return launch<kLaunch>(kernel, plan, plan.num_pairs, kThreads, stream); };
   switch (width) {
-    case 16: return launch_general<uint4>(plan, dependent, stream);
-    case 8: return launch_general<uint64_t>(plan, dependent, stream);
-    case 4: return launch_general<uint32_t>(plan, dependent, stream);
-    case 2: return launch_general<uint16_t>(plan, dependent, stream);
-    default: return launch_general<uint8_t>(plan, dependent, stream);
+    case 16: return of(general_kernel<uint4, kLaunch>);
+    case 8: return of(general_kernel<uint64_t, kLaunch>);
+    case 4: return of(general_kernel<uint32_t, kLaunch>);
+    case 2: return of(general_kernel<uint16_t, kLaunch>);
+    default: return of(general_kernel<uint8_t, kLaunch>);
   }
 }
 
-// Whether the tuned kernel can serve one side: whole 16-byte vectors, source heads in a row, strides that fit 32 bits.
+// Whether a tuned kernel can serve one side, of whole 16-byte vectors: strides that fit 32 bits.
 bool is_fast(const Rows& rows, int64_t block_size) {
   const int64_t extra = rows.block_stride - block_size * rows.slot_stride;
-  for (int64_t stride : {rows.source_token_stride, rows.slot_stride, extra, rows.head_stride})
+  for (int64_t stride : {rows.source_token_stride, rows.source_head_stride, rows.slot_stride, extra, rows.head_stride})
     if (stride < 0 || stride / 16 > UINT32_MAX) return false;
-  return rows.source_head_stride == rows.head_bytes;
+  return true;
 }
+
+bool has_heads_in_a_row(const Rows& rows) { return rows.source_head_stride == rows.head_bytes; }
 
 uint32_t vectors(int64_t bytes) { return static_cast<uint32_t>(bytes / 16); }
 
@@ -349,26 +373,36 @@ CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
   return {vectors(rows.slot_stride), vectors(rows.block_stride - block_size * rows.slot_stride), vectors(rows.head_stride)};
 }
 
+// The next kernel launches late beside copies of 1/11 to 2/5 of a wave of threads. Let in first thing, copies of that size
+// that follow each other on data that L2 holds fall into step and take 1.9 to 2.1 us each, whatever their size.
+Launch launch_of(int64_t num_pairs, bool dependent) {
+  const int64_t wave = Capacity::of_gpu().threads;
+  if (!dependent) return Launch::kPlain;
+  return num_pairs * 11 > wave && num_pairs * 5 <= wave * 2 ? Launch::kDependentLate : Launch::kDependent;
+}
+
 // Four pairs a thread: a copy that would take more than one wave of threads with one pair each (launched dependently, where
-// blocks of the next kernel take the places that are left, one and a half), that L2 holds, sources and rows, and whose
-// neighbouring threads still share a line of 128 bytes.
-bool four_pairs_each(int64_t num_pairs, uint32_t pairs_per_token, bool dependent) {
+// blocks of the next kernel take the places that are left, 23/16), that L2 holds, sources and rows, and whose neighbouring
+// threads still share a line of 128 bytes.
+template <Launch kLaunch>
+bool four_pairs_each(int64_t num_pairs, uint32_t pairs_per_token) {
   const Capacity& gpu = Capacity::of_gpu();
   return pairs_per_token % 4 == 0 && pairs_per_token >= 16 &&
-         num_pairs > (dependent ? gpu.threads / 2 * 3 : gpu.threads) && num_pairs * 64 <= gpu.l2_bytes / 16 * 9;
+         num_pairs > (kLaunch == Launch::kPlain ? gpu.threads : gpu.threads / 16 * 23) &&
+         num_pairs * 64 <= gpu.l2_bytes / 16 * 9;
 }
 
-template <typename Slot, int kPairs, bool kDependent>
+template <typename Slot, int kPairs, Launch kLaunch>
 cudaError_t launch_fast(const FastPlan& plan, cudaStream_t stream) {
-  return launch(fast_kernel<Slot, kPairs, kDependent>, plan, plan.num_threads, kBlock<kPairs, kDependent>, kDependent, stream);
+  return launch<kLaunch>(fast_kernel<Slot, kPairs, kLaunch>, plan, plan.num_threads, kBlock<kPairs, kLaunch>, stream);
 }
 
-template <typename Slot, bool kDependent>
-cudaError_t launch_compact(CompactPlan plan, uint32_t num_pairs, cudaStream_t stream) {
-  constexpr uint32_t kThreadsEach = kBlock<1, kDependent>;
+template <typename Slot, Launch kLaunch, typename Plan>
+cudaError_t launch_compact(Plan plan, uint32_t num_pairs, cudaStream_t stream) {
+  constexpr uint32_t kThreadsEach = kBlock<1, kLaunch>;
   plan.missing = (kThreadsEach - num_pairs % kThreadsEach) % kThreadsEach;
-  return launch(plan.missing == 0 ? compact_kernel<Slot, true, kDependent> : compact_kernel<Slot, false, kDependent>, plan,
-                num_pairs, kThreadsEach, kDependent, stream);
+  auto* kernel = plan.missing == 0 ? compact_kernel<Plan, Slot, true, kLaunch> : compact_kernel<Plan, Slot, false, kLaunch>;
+  return launch<kLaunch>(kernel, plan, num_pairs, kThreadsEach, stream);
 }
 
 bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
@@ -399,25 +433,29 @@ std::optional<CompactPlan> compact(const Problem& problem, const FastPlan& plan)
   return one_line;
 }
 
-template <typename Slot, bool kDependent>
-cudaError_t launch_tuned(const Problem& problem, FastPlan plan, cudaStream_t stream) {
+// Nothing where no tuned kernel serves the problem.
+template <typename Slot, Launch kLaunch>
+std::optional<cudaError_t> launch_tuned(const Problem& problem, FastPlan plan, cudaStream_t stream) {
   const uint32_t num_pairs = plan.num_threads, pairs = plan.threads_per_token.divisor;
-  if (four_pairs_each(num_pairs, pairs, kDependent)) {
-    plan.num_threads /= 4;
-    plan.threads_per_token = Divisor(pairs / 4);
-    return launch_fast<Slot, 4, kDependent>(plan, stream);
+  const auto one_line = compact(problem, plan);
+  if (!has_heads_in_a_row(problem.key) || !has_heads_in_a_row(problem.value)) {
+    if (!one_line || problem.key.source_head_stride != problem.value.source_head_stride) return {};
+    const ApartPlan apart = {*one_line, vectors(problem.key.source_head_stride)};
+    return launch_compact<Slot, kLaunch>(apart, num_pairs, stream);
   }
-  if (const auto one_line = compact(problem, plan)) return launch_compact<Slot, kDependent>(*one_line, num_pairs, stream);
-  return launch_fast<Slot, 1, kDependent>(plan, stream);
-}
-
-template <typename Slot>
-cudaError_t launch_tuned(const Problem& problem, const FastPlan& plan, bool dependent, cudaStream_t stream) {
-  return dependent ? launch_tuned<Slot, true>(problem, plan, stream) : launch_tuned<Slot, false>(problem, plan, stream);
+  if constexpr (kLaunch != Launch::kDependentLate)  // which has fewer
+    if (four_pairs_each<kLaunch>(num_pairs, pairs)) {
+      plan.num_threads /= 4;
+      plan.threads_per_token = Divisor(pairs / 4);
+      return launch_fast<Slot, 4, kLaunch>(plan, stream);
+    }
+  if (one_line) return launch_compact<Slot, kLaunch>(*one_line, num_pairs, stream);
+  return launch_fast<Slot, 1, kLaunch>(plan, stream);
 }
 
 // One launch: at most kMostPairsPerLaunch pairs.
-cudaError_t copy_tokens(const Problem& problem, int64_t width, bool dependent, cudaStream_t stream) {
+template <Launch kLaunch>
+cudaError_t copy_tokens(const Problem& problem, int64_t width, cudaStream_t stream) {
   const Rows &key = problem.key, &value = problem.value;
   const uint32_t key_vectors = static_cast<uint32_t>(key.head_bytes / width);
   const uint32_t value_vectors = static_cast<uint32_t>(value.head_bytes / width);
@@ -426,29 +464,37 @@ cudaError_t copy_tokens(const Problem& problem, int64_t width, bool dependent, c
   const Divisor pairs_per_token(per_head * static_cast<uint32_t>(problem.num_heads));
   const uint32_t num_pairs = static_cast<uint32_t>(problem.num_tokens) * pairs_per_token.divisor;
 
-  const bool fast = width == 16 && key_vectors == value_vectors && problem.num_slots <= INT32_MAX &&
-                    is_fast(key, problem.block_size) && is_fast(value, problem.block_size);
-  if (!fast) {
-    const GeneralPlan plan = {key, value, problem.slots, problem.num_slots, problem.block_size, num_pairs, key_vectors,
-                              value_vectors, pairs_per_token, pairs_per_head, problem.slots_are_64bit};
-    return launch_general(plan, width, dependent, stream);
+  if (width == 16 && key_vectors == value_vectors && problem.num_slots <= INT32_MAX && is_fast(key, problem.block_size) &&
+      is_fast(value, problem.block_size)) {
+    const FastPlan plan = {problem.slots,
+                           reinterpret_cast<const uint4*>(key.source),
+                           reinterpret_cast<const uint4*>(value.source),
+                           num_pairs,
+                           pairs_per_token,
+                           vectors(key.source_token_stride),
+                           vectors(value.source_token_stride),
+                           reinterpret_cast<uint4*>(key.cache),
+                           reinterpret_cast<uint4*>(value.cache),
+                           cache_strides(key, problem.block_size),
+                           cache_strides(value, problem.block_size),
+                           static_cast<uint32_t>(problem.num_slots),
+                           pairs_per_head,
+                           Divisor(static_cast<uint32_t>(problem.block_size))};
+    const auto launched = problem.slots_are_64bit ? launch_tuned<uint64_t, kLaunch>(problem, plan, stream)
+                                                  : launch_tuned<uint32_t, kLaunch>(problem, plan, stream);
+    if (launched) return *launched;
   }
-  const FastPlan plan = {problem.slots,
-                         reinterpret_cast<const uint4*>(key.source),
-                         reinterpret_cast<const uint4*>(value.source),
-                         num_pairs,
-                         pairs_per_token,
-                         vectors(key.source_token_stride),
-                         vectors(value.source_token_stride),
-                         reinterpret_cast<uint4*>(key.cache),
-                         reinterpret_cast<uint4*>(value.cache),
-                         cache_strides(key, problem.block_size),
-                         cache_strides(value, problem.block_size),
-                         static_cast<uint32_t>(problem.num_slots),
-                         pairs_per_head,
-                         Divisor(static_cast<uint32_t>(problem.block_size))};
-  return problem.slots_are_64bit ? launch_tuned<uint64_t>(problem, plan, dependent, stream)
-                                 : launch_tuned<uint32_t>(problem, plan, dependent, stream);
+  const GeneralPlan plan = {key, value, problem.slots, problem.num_slots, problem.block_size, num_pairs, key_vectors,
+                            value_vectors, pairs_per_token, pairs_per_head, problem.slots_are_64bit};
+  return launch_general<kLaunch>(plan, width, stream);
+}
+
+cudaError_t copy_tokens(const Problem& problem, int64_t width, Launch launch, cudaStream_t stream) {
+  switch (launch) {
+    case Launch::kPlain: return copy_tokens<Launch::kPlain>(problem, width, stream);
+    case Launch::kDependent: return copy_tokens<Launch::kDependent>(problem, width, stream);
+    default: return copy_tokens<Launch::kDependentLate>(problem, width, stream);
+  }
 }
 
 }  // namespace
@@ -468,7 +514,8 @@ extern "C" int kvnb_copy_cuda(const Problem* whole, bool dependent, void* stream
   const uint64_t bits = alignment_bits(problem.key) | alignment_bits(problem.value) | 16;
   const int64_t width = static_cast<int64_t>(bits & (~bits + 1));
   const int64_t longer = problem.key.head_bytes > problem.value.head_bytes ? problem.key.head_bytes : problem.value.head_bytes;
-  const int64_t tokens_per_launch = kMostPairsPerLaunch / (longer / width * problem.num_heads);
+  const int64_t pairs_per_token = longer / width * problem.num_heads;
+  const int64_t tokens_per_launch = kMostPairsPerLaunch / pairs_per_token;
   if (tokens_per_launch == 0) return cudaErrorInvalidConfiguration;
 
   // indices inside a launch are 32-bit; a longer problem takes several launches
@@ -477,7 +524,8 @@ extern "C" int kvnb_copy_cuda(const Problem* whole, bool dependent, void* stream
     problem.slots = static_cast<const char*>(whole->slots) + token * (whole->slots_are_64bit ? 8 : 4);
     problem.key.source = whole->key.source + token * whole->key.source_token_stride;
     problem.value.source = whole->value.source + token * whole->value.source_token_stride;
-    const cudaError_t error = copy_tokens(problem, width, dependent, static_cast<cudaStream_t>(stream));
+    const Launch launch = launch_of(problem.num_tokens * pairs_per_token, dependent);
+    const cudaError_t error = copy_tokens(problem, width, launch, static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -22,6 +22,7 @@ from kvnb.copies import Copy
 from kvnb.problem.case import LAYOUTS, SLOT_PATTERNS, SOURCES, Case
 
 LINE = 48  # bytes of parameters that one line of constants holds, and the compact kernel has
+APART = 56  # and that it has where the source's heads lie apart
 PLAIN = """
 template <typename T>
 T load(const T* from) { return *from; }
@@ -124,26 +125,31 @@ def cases(draw) -> Case:
 
 
 SHORTEST_OF_FOUR = Case(21, 1, 128, cache_bytes=1 << 20)  # rows of 16 vectors
+HEADS_APART = Case(21, 4, 64, cache_bytes=1 << 20, source="transposed")
 
 
 @settings(max_examples=60)
 @example(SHORTEST_OF_FOUR, torch.int64, False)
+@example(HEADS_APART, torch.int64, False)
+@example(HEADS_APART, torch.int32, True)
 @given(case=cases(), slots_dtype=st.sampled_from([torch.int64, torch.int32]), dependent=st.booleans())
 def test_any_case_is_copied_bit_for_bit(library, case, slots_dtype, dependent):
     library.launches.clear()
     check(on_host(library, slots_dtype, dependent), case, "cpu")
-    if case.head_size != case.value_head_size or case.head_size % 8 or case.source == "transposed":
+    if case.head_size != case.value_head_size or case.head_size % 8:
         return
     vectors = case.num_kv_heads * case.head_size * 2 // 16
-    four = library.four and vectors >= 16 and vectors % 4 == 0
     powers = all(n & (n - 1) == 0 for n in (case.num_kv_heads, case.head_size, case.block_size))
     for tokens, threads, plan in library.launches:
+        apart = case.source == "transposed" and case.num_kv_heads > 1 and tokens > 1
+        four = library.four and vectors >= 16 and vectors % 4 == 0 and not apart
         each = 4 if four else 1
         assert tokens * vectors // each <= threads <= tokens * vectors // each + 255
-        assert (plan == LINE) == (powers and not four)
+        assert (plan == LINE) == (powers and not four and not apart)
+        assert (plan == APART) == (powers and apart)
 
 
-@pytest.mark.parametrize("apart", ["slots", "heads", "blocks", "tokens"])
+@pytest.mark.parametrize("apart", ["slots", "heads", "blocks", "tokens", "source heads", "one source's heads"])
 def test_k_and_v_may_lie_differently(library, apart):
     """Each stride alone differs between K and V; everything else is a power of two."""
     blocks, block_size, heads, size = 5, 4, 2, 16
@@ -154,6 +160,11 @@ def test_k_and_v_may_lie_differently(library, apart):
     )
     fresh = torch.arange(1, 1 + 2 * 9 * heads * size).view(2, 9, heads, size).bfloat16()
     key, value = fresh[0], (fresh[1].repeat(1, 2, 1)[:, :heads] if apart == "tokens" else fresh[1])
+    if "source" in apart:
+        key, value = (
+            torch.zeros(9, 6, size, dtype=torch.bfloat16)[:, ::every][:, :heads].copy_(rows)
+            for every, rows in zip((2 if apart == "source heads" else 1, 3), fresh, strict=True)
+        )
     slots = torch.tensor([19, 0, 7, -1, 4, 12, 20, 3, 9])
     expected = torch.zeros(2, blocks, block_size, heads, size, dtype=torch.bfloat16)
     for cache, rows in zip(expected, fresh, strict=True):

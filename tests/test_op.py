@@ -274,6 +274,30 @@ def test_the_current_stream_is_used(cuda_op):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [20, 250, 700, 3200])
+def test_each_launch_of_a_chain_sees_what_the_one_before_wrote(cuda_op, tokens):
+    """Back and forth between two caches: what a call writes are the rows that the next one reads, in another order.
+
+    The number of tokens decides when a dependent launch lets the next one in, and how many pairs a thread has.
+    """
+    block_size, heads, size, calls = 10, 8, 128, 200
+    order = torch.randperm(tokens, device="cuda")
+    rows = torch.rand(2, tokens, heads, size, device="cuda").bfloat16()
+    caches = torch.zeros(2, *rows.shape, dtype=rows.dtype, device="cuda")  # [which, K and V, slots, heads, size]
+    caches[0] = rows
+    flat, blocks = caches.unbind(), caches.view(2, 2, -1, block_size, heads, size).unbind()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls):
+            cuda_op(*flat[call % 2], *blocks[1 - call % 2], order)
+    graph.replay()
+    where = torch.arange(tokens, device="cuda")
+    for _ in range(calls):
+        where = order[where]
+    assert torch.equal(flat[calls % 2][:, where], rows)
+
+
+@pytest.mark.gpu
 def test_the_tensors_device_is_used_not_the_current_one(cuda_op):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs a second GPU")

@@ -16,6 +16,7 @@ from kvnb.problem.slots import KEEPS_NEGATIVE, null_slots
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TOGETHER_BYTES = 1 << 30  # rows that `apply_sets` writes in one go
+COMPARED_WORDS = 1 << 27  # of 8 bytes that are compared at once: torch.equal makes a byte of each
 Call = tuple[Tensor, Tensor, Tensor]  # key, value, slot_mapping
 
 
@@ -179,4 +180,5 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two flat storages hold the same bytes, compared eight at a time."""
     words = inputs_of.as_words(a), inputs_of.as_words(b)
     tail = len(words[0]) * 8 // a.element_size()
-    return torch.equal(*words) and torch.equal(bits(a[tail:]), bits(b[tail:]))
+    parts = zip(*(side.split(COMPARED_WORDS) for side in words), strict=True)
+    return all(torch.equal(*part) for part in parts) and torch.equal(bits(a[tail:]), bits(b[tail:]))

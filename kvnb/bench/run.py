@@ -11,12 +11,13 @@ name first, so that a kill at any moment leaves whole files only.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import multiprocessing as mp
 import os
-import shutil
 import signal
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +37,12 @@ from kvnb.problem.case import CASE_FIELDS, Case, grid, timings
 
 START = "spawn"  # how a worker begins: with allocations and a CUDA context of its own
 STOP_SECONDS = 10  # for a worker to end by itself
+STEP_SECONDS = 15 * 60  # for its start, a case's inputs, a cell's prepare, round or verify: compiling takes minutes
+MOST = {"workers": 64, "rounds": 1000}  # more than anybody means: each worker has a CUDA context and caches of its own
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, sys/prctl.h
+INSTEAD = "choose another run name, or remove that file"
+# A finished run stands for itself under a later commit: what it measured has its version in `copy_version`.
+SAME_WHEN_FINISHED = [name for name in results.SAME_MACHINE if name not in ("kvnb_commit", "dirty")]
 UNWRITABLE = "make room and see that you may write there, or choose another folder; nothing was measured now, "
 UNWRITABLE += "finished cases stay"
 
@@ -72,29 +79,53 @@ def measure(
 
     `run` None makes a name of the time and the grid. A run that exists is complete and returned as it is; one that was
     cut off goes on where it stopped. Raises ValueError for a device, grid, copy or timer that does not exist (naming
-    those that do), and where an earlier run of that name asked for something else or ran on another machine.
+    those that do), and where an earlier run of that name asked for something else, had another version of a copy or
+    ran on another machine.
     """
     settings, path = _asked(device, grid, copies, timers, run, workers, rounds, path, copies_from)
-    parts = path.with_suffix(".parts")
-    if _is_finished(settings, path) and not parts.exists():
+    if _is_finished(settings, path) and not path.with_suffix(".parts").exists():
         return path
-    with paths.held(parts / "lock", parts / "owner", f"measures into {path}", UNWRITABLE, "choose another run name"):
-        if not _is_finished(settings, path):  # again: another process may have begun or ended it meanwhile
+    with _claimed(path) as parts:
+        if not _is_finished(settings, path):  # again: another process may have ended it meanwhile
             _begin(settings, parts)
             _measure_parts(settings, parts)
             _publish(parts, path)
-        shutil.rmtree(parts, ignore_errors=True)  # a finished run does not fail for what tidying up leaves; over NFS,
-    with suppress(OSError):  # the lock's file outlives its removal until it is closed
-        parts.rmdir()
+        for left in {*parts.iterdir()} - {parts / "lock"}:
+            with suppress(OSError):  # a finished run does not fail for what tidying up leaves
+                left.unlink()
     return path
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[Path]:
+    """The folder of a run's parts, this process's alone. Where nothing is in it at the end, it goes."""
+    parts = path.with_suffix(".parts")
+    does, instead = f"measures into {path}", "choose another run name"
+    try:
+        with paths.held(parts / "lock", parts / "owner", does, UNWRITABLE, instead):
+            yield parts
+    finally:
+        with suppress(OSError):
+            parts.rmdir()
+
+
+def _goes_on(settings: Settings, parts: Path) -> bool:
+    """Whether the folder of parts holds a run that was begun. Raises ValueError where that asked for something else."""
+    asked = parts / "settings.json"
+    if asked.exists() and asked.read_text() != settings.text:
+        raise ValueError(
+            f"{parts} holds a run that was cut off and asked for {asked.read_text()}; resume it with these, "
+            "choose another run name, or delete that folder"
+        )
+    return asked.exists()
 
 
 def _begin(settings: Settings, parts: Path) -> None:
     """Say in the folder of parts what is asked for, unless it says so already: parts beside no settings are what
     tidying up left of an earlier run."""
-    asked = parts / "settings.json"
-    if asked.exists():
+    if _goes_on(settings, parts):
         return
+    asked = parts / "settings.json"
     try:
         for left in parts.glob("*.parquet"):
             left.unlink()
@@ -105,9 +136,12 @@ def _begin(settings: Settings, parts: Path) -> None:
 
 
 def planned(device, grid, copies, timers, run, workers, rounds, path=None, copies_from=None) -> tuple[Settings, Path]:
-    """What `measure` would do with these arguments, and its run file; writes nothing. Raises ValueError as it does."""
+    """What `measure` would do with these arguments, and its run file; leaves all as it is. Raises ValueError as it
+    does, but for parts that were measured elsewhere, which its workers find."""
     settings, path = _asked(device, grid, copies, timers, run, workers, rounds, path, copies_from)
-    _is_finished(settings, path)
+    if not _is_finished(settings, path) and path.with_suffix(".parts").exists():
+        with _claimed(path) as parts:
+            _goes_on(settings, parts)
     return settings, path
 
 
@@ -118,17 +152,16 @@ def _asked(device, grid, copies, timers, run, workers, rounds, path, copies_from
 
 
 def _is_finished(settings: Settings, path: Path) -> bool:
-    """Whether `path` holds this run whole. Raises ValueError where it, or its parts, are another run's."""
-    asked = path.with_suffix(".parts") / "settings.json"
-    if path.exists():
-        _refuse_other_contents(results.read(path), settings, path)
-        return True
-    if asked.exists() and asked.read_text() != settings.text:
-        raise ValueError(
-            f"{asked.parent} holds a run that was cut off and asked for {asked.read_text()}; resume it with these, "
-            "choose another run name, or delete that folder"
-        )
-    return False
+    """Whether `path` holds this run whole. Raises ValueError where it holds another one."""
+    if not path.exists():
+        return False
+    table = results.read(path)
+    _refuse_other_contents(table, settings, path)
+    _refuse_other_versions(table, settings, path)
+    here = machine.describe(machine.resolve_device(settings.device))
+    for first in table.select(SAME_WHEN_FINISHED).group_by(SAME_WHEN_FINISHED).aggregate([]).to_pylist():
+        _refuse_other_machine(first, here, path, SAME_WHEN_FINISHED)
+    return True
 
 
 def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) -> Settings:
@@ -150,8 +183,8 @@ def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) ->
             here = f" on {place.type}" if what == "timers" else ""
             raise ValueError(f"{what} {', '.join(unknown) or '(none)'}: valid{here} are all, {', '.join(valid)}")
     for what, value in (("workers", workers), ("rounds", rounds)):
-        if value < 1:
-            raise ValueError(f"{what} = {value} must be at least 1")
+        if value not in range(1, MOST[what] + 1):
+            raise ValueError(f"{what} = {value!r} must be a whole number from 1 to {MOST[what]}")
     return Settings(str(place), grid_name, chosen["copies"], chosen["timers"], workers, rounds, copies_from)
 
 
@@ -165,20 +198,22 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
     try:
         for number in range(settings.workers):
             workers.append(Worker(number, settings))
-        about = workers[0].greet()
+        about = [worker.greet() for worker in workers][0]
         first = next(iter(done.values()), about | {"run_id": uuid.uuid4().hex[:12]})
         _refuse_other_machine(first, about, parts)
         common = {**about, "utc": first["utc"], "run_id": first["run_id"], "grid": settings.grid}
         common["schema_version"] = results.SCHEMA_VERSION
         form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
         total = len(cases) * len(workers)
-        with tqdm(total=total, initial=len(done) * len(workers), bar_format=form, mininterval=0.5) as bar:
+        run = parts.stem
+        print(f"kvnb: run {run}; if it is cut short, the same with RUN={run} goes on", file=sys.stderr)
+        bar = tqdm(total=total, initial=len(done) * len(workers), bar_format=form, mininterval=0.5)
+        with _keeping(parts), bar:
             for number, case in enumerate(cases):
                 if number in done:
                     continue
                 rows = [row for worker in workers for row in worker.measure(number, case, bar)]
-                with _keeping(parts):
-                    results.write([{**row, **common} for row in _once(rows)], parts / f"{number:04d}.parquet")
+                results.write([{**row, **common} for row in _once(rows)], parts / f"{number:04d}.parquet")
     finally:
         for worker in workers:
             worker.stop()
@@ -188,7 +223,6 @@ def _finished(settings: Settings, cases: list[Case], parts: Path) -> dict[int, d
     """Number and first row of every case that has its part. Raises RunFileError for a part that is damaged, not this
     run's, or measured with another version of a copy."""
     done: dict[int, dict] = {}
-    versions = {name: all_copies.REGISTRY[name].version for name in settings.copies}
     for part in sorted(parts.glob("*.parquet")):
         table = results.read(part)
         number = int(part.stem) if part.stem.isdecimal() else len(cases)
@@ -197,8 +231,7 @@ def _finished(settings: Settings, cases: list[Case], parts: Path) -> dict[int, d
             raise results.RunFileError(f"{part} is no part of this run: `rm {part}`, and the same call goes on")
         row = table.slice(0, 1).to_pylist()[0]
         _refuse_other_machine(next(iter(done.values()), row), row, parts)
-        for copy, version in {*zip(table["copy"].to_pylist(), table["copy_version"].to_pylist(), strict=True)}:
-            _refuse_other(f"version of {copy}", version, versions.get(copy), parts)
+        _refuse_other_versions(table, settings, parts)
         done[number] = row
     return done
 
@@ -225,24 +258,30 @@ def _refuse_other_contents(table: pa.Table, settings: Settings, path: Path) -> N
         missing = [str(one) for one in wanted if one not in held]
         if missing:
             lacks = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
-            raise ValueError(f"{path} is a finished run without {name} {lacks}; choose another run name")
+            raise ValueError(f"{path} is a finished run without {name} {lacks}: {INSTEAD}")
 
 
 def _type(device: str) -> str:
     return device.split(":")[0]
 
 
-def _refuse_other_machine(first: dict, here: dict, parts: Path) -> None:
-    for name in results.SAME_MACHINE:
-        _refuse_other(name, first[name], here[name], parts)
+def _refuse_other_versions(table: pa.Table, settings: Settings, place: Path) -> None:
+    for copy, version in {*zip(table["copy"].to_pylist(), table["copy_version"].to_pylist(), strict=True)}:
+        if copy in settings.copies:
+            _refuse_other(f"version of {copy}", version, all_copies.REGISTRY[copy].version, place)
 
 
-def _refuse_other(name: str, first: object, here: object, parts: Path) -> None:
+def _refuse_other_machine(first: dict, here: dict, place: Path, names: Iterable[str] = results.SAME_MACHINE) -> None:
+    for name in names:
+        _refuse_other(name, first[name], here[name], place)
+
+
+def _refuse_other(name: str, first: object, here: object, place: Path) -> None:
+    """`place` is a run's folder of parts, or its finished file."""
     if first != here:
-        raise ValueError(
-            f"{parts} was begun with {name} {first!r}, this is {here!r}: resume it there, choose another run name, or "
-            "delete that folder"
-        )
+        parts = place.suffix == ".parts"
+        fix = "resume it there, choose another run name, or delete that folder" if parts else INSTEAD
+        raise ValueError(f"{place} was measured with {name} {first!r}, this is {here!r}: {fix}")
 
 
 def _once(rows: list[dict]) -> list[dict]:
@@ -275,6 +314,10 @@ def _keeping(parts: Path) -> Iterator[None]:
         raise results.RunFileError(f"{error}; {kept}") from error
 
 
+class _Gone(Exception):
+    """A worker process died, or was killed because it hung."""
+
+
 class Worker:
     """A process that measures, and this end of the pipe to it. One that died is replaced at once."""
 
@@ -288,19 +331,19 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
         self._process.start()
         theirs.close()
-        self._greeted = False
+        self._greeted, self._hung, self._step = False, False, "start"
 
     def greet(self) -> dict:
         """Wait until the process is ready; returns the machine columns that it found."""
         if not self._greeted:
+            hint = "; a script that calls kvnb.measure() does so under `if __name__ == '__main__':`"
             try:
-                kind, self.machine = self._pipe.recv()
-            except (EOFError, OSError):
-                self._process.join()
-                raise RuntimeError(
-                    f"worker {self.number} died while it started (exit code {self._process.exitcode}); a script that "
-                    "calls kvnb.measure() does so under `if __name__ == '__main__':`"
-                ) from None
+                kind, self.machine = self._receive()
+                if kind == "loads":
+                    self._step, hint = f"copies_from {self.machine}", ""
+                    kind, self.machine = self._receive()
+            except _Gone:
+                raise RuntimeError(f"worker {self.number} died at its {self._step} ({self._death}){hint}") from None
             if kind == "failed":
                 raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
             self._greeted = True
@@ -330,26 +373,41 @@ class Worker:
         """(rows, nothing), or (None, rows of what took the process along: a cell, or all before the first)."""
         at: list[dict] = []
         try:
-            self._pipe.send((case, number * self.settings.workers + self.number, skip))
+            with suppress(OSError):  # it is gone, as we shall hear
+                self._pipe.send((case, number * self.settings.workers + self.number, skip))
             while True:
-                kind, *content = self._pipe.recv()
+                kind, *content = self._receive()
                 if kind == "cells":
-                    [at] = content
+                    self._step, [at] = "inputs", content
                 elif kind == "visit":
-                    at, share = [content[0]], content[1]
+                    self._step, at, share = content[0], [content[1]], content[2]
                     bar.set_description(f"{case}, {at[0]['copy']}", refresh=False)
                     bar.update(max(0.0, min(share, bar.total - bar.n - 1e-6)))
                 elif kind == "rows":
                     return content[0], []
                 else:
                     return None, content
-        except (EOFError, OSError):  # the other end is gone, between two messages or within one
-            self._process.join()
+        except _Gone:
             died = {"status": "error", "reason": f"the worker process died ({self._death})"}
             return None, [row | died for row in at]
 
+    def _receive(self) -> tuple:
+        """The process's next message. Raises _Gone where it died, or said nothing for STEP_SECONDS and was killed.
+
+        The wait has ten parts: for however long Ctrl-Z stopped it and us, no more than one of them passed.
+        """
+        with suppress(EOFError, OSError):  # the other end is gone, between two messages or within one
+            if any(self._pipe.poll(STEP_SECONDS / 10) for _ in range(10)):
+                return self._pipe.recv()
+            self._hung = True
+            self._process.kill()
+        self._process.join()
+        raise _Gone
+
     @property
     def _death(self) -> str:
+        if self._hung:
+            return f"killed: its {self._step} took longer than {STEP_SECONDS} s"
         code = self._process.exitcode
         if code == -signal.SIGKILL:
             return f"exit code {code}: killed, as by a system out of memory"
@@ -377,42 +435,58 @@ def _serve(pipe, settings: Settings) -> None:
     Ctrl-C reaches the whole group of processes, and is the parent's to handle: a worker leaves when its pipe closes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
     import torch
 
     from kvnb.bench import timing
 
+    def tell(*message: object) -> None:
+        try:
+            pipe.send(message)
+        except ConnectionError:
+            sys.exit()
+
     try:
         if settings.copies_from:
+            tell("loads", settings.copies_from)
             all_copies.load_from(settings.copies_from)
         device = torch.device(settings.device)
         bench = timing.Gpu(device) if device.type == "cuda" else timing.Cpu()
         about = machine.describe(device)
     except Exception as error:  # noqa: BLE001  the parent raises it, with the worker's number
-        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        tell("failed", f"{type(error).__name__}: {error}")
         return
-    pipe.send(("hello", about))
+    tell("hello", about)
     while True:
         try:
             case, seed, skip = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         cells, rows = cells_of(case, settings)
         cells = [cell for cell in cells if _key(timing.row_of(cell, case)) not in skip]
-        pipe.send(("cells", [timing.row_of(cell, case) for cell in cells]))
+        tell("cells", [timing.row_of(cell, case) for cell in cells])
         visits = max(1, len(cells) * (2 + settings.rounds))
 
         def on_visit(cell, stage, case=case, visits=visits) -> None:
-            pipe.send(("visit", timing.row_of(cell, case), 1 / visits))
+            tell("visit", stage, timing.row_of(cell, case), 1 / visits)
 
         try:
             rows += timing.measure_case(bench, case, cells, rounds=settings.rounds, seed=seed, on_visit=on_visit)
         except timing.Poisoned as lost:
-            pipe.send(("poisoned", lost.row))
+            tell("poisoned", lost.row)
             return
         if device.type == "cuda":  # before the next worker has its turn
             gc.collect()
             torch.cuda.empty_cache()
-        pipe.send(("rows", rows))
+        tell("rows", rows)
+
+
+def _die_with_parent() -> None:
+    """Have the system kill this process when its parent dies: one whose copy hangs would never see its pipe close."""
+    if sys.platform != "linux" or ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0):
+        print("kvnb: should this run be killed while a copy hangs, end its worker by hand", file=sys.stderr)
+    elif os.getppid() != mp.parent_process().pid:  # it died before
+        os._exit(1)
 
 
 def cells_of(case: Case, settings: Settings):
@@ -423,7 +497,7 @@ def cells_of(case: Case, settings: Settings):
     cells, rows = [], []
     for name in settings.copies:
         copy = all_copies.REGISTRY[name]
-        every_policy = settings.grid == "padding" and copy.family != "limit"
+        every_policy = settings.grid == "padding" and copy.family != "limit" and name != "kvnb.again"
         policies = copy.policies if every_policy else copy.policies[:1]
         for policy, (timer, state) in product(policies, timings(settings.grid, case, device)):
             if timer not in settings.timers:

@@ -33,7 +33,8 @@ SENSES = {"within": lambda d, bound: abs(d) <= bound, "at most": float.__le__, "
 WITHIN, FROM = 0.05, 10e-6  # share of the profiler's time; judged from this duration (s) on
 ALIKE, OF_CELLS = 0.02, 0.95  # two processes' medians: how near, in which share of cells
 LEFT = 0.10  # share of a call's bytes that DRAM may see where a state says none, or miss where it says all
-VISITS, LOOP, LOOP_WARM_UPS = 10, 100, 3  # LOOP: as vLLM's benchmark_reshape_and_cache_flash.py has it
+VISITS, WATCHED = 10, 3  # WATCHED: of a chain by the profiler, each of thousands of kernels
+LOOP, LOOP_WARM_UPS = 100, 3  # LOOP: as vLLM's benchmark_reshape_and_cache_flash.py has it
 PROBE = "clock_probe_kernel"  # runs right before each call of timer `call`
 STATES_BY_SPEED = (("resident", "DRAM", "at least", 0.0), ("produced", "DRAM", "at least", 0.0),
                    ("produced", "resident", "at most", 0.0), ("cold", "DRAM", "at most", WITHIN))  # fmt: skip
@@ -208,22 +209,24 @@ def cells_of(bench: Bench, case: Case, copies: list) -> tuple[dict[Cell, Plan], 
 def witnessed(timed: timing.Timed, seconds: float, known: dict, where: dict) -> Iterator[dict]:
     """Rows of a cell just measured. Short ones are shown and not judged: the gap between launches is as long.
 
-    `call` is less what it adds to an empty kernel: its time of LAUNCH, less the profiler's.
+    Kernels run up to 7 % longer while the profiler watches, so both clocks are read then, and what watching costs is a
+    row of its own. `call` is less what it adds to an empty kernel: its time of LAUNCH, less the profiler's.
     """
     if where["copy"] == "limit.event":
         yield row("empty event pair", seconds, **where)
         return
     if graph := where["timer"] == "graph":
-        theirs, nodes = chain_seconds(timed)
-        added, detail = 0.0, f"durations alone {nodes * 1e6:.2f} us, {seconds / nodes - 1:+.1%}"
+        watched, theirs, nodes = chain_seconds(timed)
+        added, detail = 0.0, f"durations alone {nodes * 1e6:.2f} us, {watched / nodes - 1:+.1%}"
     else:
-        theirs = call_seconds(timed)
+        watched, theirs = call_seconds(timed)
         if where["copy"] == LAUNCH:
-            known["added", "call", where["state"]] = seconds - theirs
+            known["added", "call", where["state"]] = watched - theirs
         added = known.get(("added", "call", where["state"]), nan)
-        detail = f"{added * 1e6:.2f} us added; with them {seconds / theirs - 1:+.1%}"
-    alone = seconds - added
+        detail = f"{added * 1e6:.2f} us added; with them {watched / theirs - 1:+.1%}"
+    alone = watched - added
     yield row("profiler", alone, theirs, "within" if alone >= FROM else "", WITHIN, detail=detail, **where)
+    yield row("watching", watched, seconds, **where)
     chain = known.get((where["copy"], "graph", where["state"]))
     if not graph and chain is not None:
         one = timed.bench.capture([timed.calls[0]])
@@ -242,11 +245,14 @@ def device_events(act: Callable[[], object]) -> list[tuple[str, float, float]]:
     return sorted(((e.name, e.time_range.start / 1e6, e.time_range.end / 1e6) for e in ran), key=lambda e: e[1])
 
 
-def chain_seconds(timed: GraphTimed) -> tuple[float, float]:
-    """Per call of the very graph that is timed: from the first begin to the last end, and the nodes' durations alone.
+def chain_seconds(timed: GraphTimed) -> tuple[float, float, float]:
+    """Per call of the very graph that is timed, while the profiler watches: `graph`; then as the profiler has it, from
+    the first begin to the last end, and the nodes' durations alone.
 
     Raises RuntimeError where nodes are missing.
     """
+    watched: list[float] = []
+    device_events(lambda: watched.extend(seconds for _ in range(WATCHED) for seconds, _ in timed.visit()))
     for _ in range(2):  # as in a visit, the first replay is thrown away
         timed.refill()
         timed.bench.synchronize()
@@ -254,17 +260,20 @@ def chain_seconds(timed: GraphTimed) -> tuple[float, float]:
     if len(events) != timed.shorter.nodes:
         raise RuntimeError(f"the profiler saw {len(events)} of {timed.shorter.nodes} nodes")
     span = max(end for *_, end in events) - events[0][1]
-    return span / timed.plan.calls, sum(end - begin for _, begin, end in events) / timed.plan.calls
+    alone = sum(end - begin for _, begin, end in events)
+    return statistics.median(watched), span / timed.plan.calls, alone / timed.plan.calls
 
 
-def call_seconds(timed: EagerTimed) -> float:
-    """From the begin of a call's first kernel to the end of its last, the median of flushed calls."""
+def call_seconds(timed: EagerTimed) -> tuple[float, float]:
+    """The median of flushed calls while the profiler watches: `call`; then as the profiler has it, from the begin of a
+    call's first kernel to the end of its last."""
     launches = timed.bench.capture([timed.calls[0]]).nodes
-    events = device_events(lambda: [list(timed.visit()) for _ in range(VISITS)])
+    watched: list[float] = []
+    events = device_events(lambda: watched.extend(seconds for _ in range(VISITS) for seconds, _ in timed.visit()))
     calls = [events[i + 1 : i + 1 + launches] for i, (name, *_) in enumerate(events) if PROBE in name]
     if not calls or any(len(call) < launches for call in calls):
         raise RuntimeError(f"the profiler saw {len(calls)} clock probes, and not {launches} launches after each")
-    return statistics.median(call[-1][2] - call[0][1] for call in calls)
+    return statistics.median(watched), statistics.median(call[-1][2] - call[0][1] for call in calls)
 
 
 def waited(bench: Bench, act: Callable[[], object]) -> float:

@@ -253,7 +253,7 @@ def timings(name: str, case: Case, device: str = "cuda") -> tuple[tuple[str, str
     if name == "releases":
         return (HEADLINE, ("graph", "cold"))
     if name == "padding":  # policy filter waits for the GPU, so that only an eager call can be timed
-        eager = case.padding in FEW_SHARES and (case.layout, case.padded) == ("NHD", "scattered")
+        eager = (case.padding, case.layout, case.padded) == (FEW_SHARES[-1], "NHD", "scattered")
         return (HEADLINE, ("eager", "produced")) if eager else (HEADLINE,)
     plain = _gpu_case(case.num_tokens, layout=case.layout)
     in_full = case == plain and case.layout != "HND" and case.num_tokens in EVERY_TIMING_AT

@@ -14,7 +14,8 @@ CLAIMS = {
     "noise floor": f"a copy against itself, under another name, differs by at most {stats.WIDEST_SAME:.0%}",
     "two processes": f"their medians of `graph` lie within {ALIKE:.0%} of each other in {OF_CELLS:.0%} of cells",
     "profiler": f"from 10 us on, `graph`, and `call` less what its events add, are within {WITHIN:.0%} of "
-    "what the profiler saw from the first begin to the last end",
+    "what the profiler saw from the first begin to the last end, both while it watches",
+    "watching": "what a timer shows while the profiler watches, against without it",
     "states by speed": "in a chain, `resident` and `produced` outrun DRAM, `produced` not `resident`, `cold` not DRAM",
     "states by DRAM bytes": f"in a chain, DRAM sees a call's bytes where its state says so, else at most {LEFT:.0%}",
     "empty event pair": "what two events with nothing between them cost",

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvnb.bench import check as gate
 from kvnb.bench.check import Expectation, WrongCopy, bits, check
 from kvnb.copies import REGISTRY, Copy, wrong
 from kvnb.problem import inputs
@@ -52,6 +53,14 @@ def test_a_wrong_copy_that_shows_in_a_large_cache_only_is_rejected(name, device)
         pytest.skip("needs 9 GB and half a minute: KVNB_BIG=1 runs it")
     with pytest.raises(WrongCopy, match=ROW):
         check(wrong.WRONG[name], wrong.CASES[name], device)
+
+
+@pytest.mark.parametrize("at", [0, 15, 16, 31, 32, 35, 36])  # of 16 elements at once, 4 in the last part, 1 in no word
+def test_storages_are_compared_to_their_last_byte(at, monkeypatch):
+    monkeypatch.setattr(gate, "COMPARED_WORDS", 4)
+    one = torch.arange(37, dtype=torch.int16)
+    assert gate._same_bits(one, one.clone())
+    assert not gate._same_bits(one, one.index_fill(0, torch.tensor([at]), -1))
 
 
 @pytest.mark.parametrize("case", [CASE, Case(**CASE.fields() | {"layout": "NHD", "source": "contiguous"})], ids=str)

@@ -200,16 +200,28 @@ def timed(gpu: FakeGpu, timer: str, copy: str = "torch.index_copy") -> timing.Ti
     return kind(timing.Stage(gpu, CASE, [plan]), at, plan)
 
 
+def of_a_visit(gpu: FakeGpu, made: timing.Timed) -> list[str]:
+    begun = len(gpu.log)
+    list(made.visit())
+    return [what for what, _ in gpu.log[begun:]]
+
+
 def test_a_chain_and_a_call_span_their_launches(gpu):
     with gpu:
         made = timed(gpu, "graph")
         nodes, calls = made.shorter.nodes, made.plan.calls
         assert nodes == 2 * calls  # K and V: two launches
         begun = len(gpu.log)
-        span, alone = witness.chain_seconds(made)
-        assert [what for what, _ in gpu.log[begun:] if what in ("copy_", "replay")] == ["copy_", "replay"] * 2
+        watched, span, alone = witness.chain_seconds(made)
+        ran = [what for what, _ in gpu.log[begun:] if what in ("copy_", "replay")]
+        assert ran[-4:] == ["copy_", "replay"] * 2
+        assert len(ran) == 4 + witness.WATCHED * sum(what in ("copy_", "replay") for what in of_a_visit(gpu, made))
+        assert watched == pytest.approx(next(made.visit())[0])
         assert (span, alone) == pytest.approx(((nodes * 6 - 1) * US / calls, 2 * 5 * US))
-        assert witness.call_seconds(timed(gpu, "call")) == pytest.approx(2 * 5 * US + US)
+        call = timed(gpu, "call")
+        watched, span = witness.call_seconds(call)
+        assert watched == pytest.approx(next(call.visit())[0])
+        assert span == pytest.approx(2 * 5 * US + US)
 
 
 @pytest.mark.parametrize("timer", ["graph", "call"])
@@ -223,27 +235,28 @@ def test_a_profiler_that_misses_kernels_is_an_error(gpu, timer):
 
 @pytest.mark.parametrize(("theirs", "holds"), [(20.5 * US, True), (19.5 * US, True), (22 * US, False), (18e-6, False)])
 def test_graph_is_held_against_the_profiler_from_10_us_on(gpu, theirs, holds, monkeypatch):
-    monkeypatch.setattr(witness, "chain_seconds", lambda timed: (theirs, 16 * US))
+    """Both while it watches: what that costs is told beside it, and not judged."""
+    monkeypatch.setattr(witness, "chain_seconds", lambda timed: (timed, theirs, 16 * US))
     where = {"timer": "graph", "state": "produced", "case": "c", "copy": "x"}
-    [judged] = witness.witnessed(None, 20 * US, {}, where)
+    judged, cost = witness.witnessed(20 * US, 18 * US, {}, where)
     assert judged["holds"] is holds and judged["detail"] == "durations alone 16.00 us, +25.0%"
-    [short] = witness.witnessed(None, 9 * US, {}, where)
+    assert (cost["claim"], cost["holds"], cost["difference"]) == ("watching", None, pytest.approx(2 / 18))
+    short, _ = witness.witnessed(9 * US, 9 * US, {}, where)
     assert short["holds"] is None
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(21 * US, True), (21.9 * US, True), (22.1e-6, False), (19.9e-6, False)])
 def test_call_is_held_against_the_profiler_less_what_it_adds_to_an_empty_kernel(gpu, seconds, holds, monkeypatch):
-    theirs = {"limit.launch": 0.8 * US, "x": 20 * US}
+    theirs = {"limit.launch": (1.8 * US, 0.8 * US), "x": (seconds, 20 * US)}
     where = {"timer": "call", "state": "cold", "case": "c", "copy": "x"}
     monkeypatch.setattr(witness, "call_seconds", lambda timed: theirs[timed])
     known = {}
-    [empty] = witness.witnessed("limit.launch", 1.8 * US, known, where | {"copy": "limit.launch"})
+    empty, _ = witness.witnessed("limit.launch", 1.7 * US, known, where | {"copy": "limit.launch"})
     assert empty["holds"] is None and empty["ours"] == pytest.approx(0.8 * US)
-    [judged] = witness.witnessed("x", seconds, known, where)
+    judged, _ = witness.witnessed("x", 19 * US, known, where)
     assert judged["holds"] is holds and judged["ours"] == pytest.approx(seconds - 1 * US)
     assert judged["detail"].startswith("1.00 us added; with them ")
-    monkeypatch.setattr(witness, "call_seconds", lambda timed: 20 * US)
-    [unknown] = witness.witnessed(None, seconds, {}, where)
+    unknown, _ = witness.witnessed("x", seconds, {}, where)
     assert unknown["holds"] is None
 
 
@@ -277,7 +290,7 @@ def few(gpu, monkeypatch):
         if error := next(gpu.errors, None):
             gpu.lost = error == "lost"
             raise error if isinstance(error, Exception) else RuntimeError(error)
-        return 10 * US, 9 * US
+        return 11 * US, 10 * US, 9 * US
 
     monkeypatch.setattr(witness, "chain_seconds", chain_seconds)
     with gpu:
@@ -293,7 +306,7 @@ def test_live_is_a_table_of_every_claim_that_needs_a_gpu(few, monkeypatch):
     rows = witness.live(torch.device("cpu"))
     told = rows.loc[rows["detail"].str.startswith("failed"), "detail"].tolist()
     assert told == ["failed: CudaError: no such kernel", "failed: ImportError: no cuda.core"]
-    assert {*rows["claim"]} == {"profiler", "a wait per call", "nvbench"}
+    assert {*rows["claim"]} == {"profiler", "watching", "a wait per call", "nvbench"}
     assert rows["case"].nunique() == 3  # nvbench's row has none
     assert "not installed" in rows["detail"].iloc[-1]
     assert few.settled == 2 and done[:2] == ["device_events", "Stage"]
@@ -427,4 +440,4 @@ def test_on_a_gpu_a_graph_and_a_call_lie_near_the_profiler(monkeypatch):
     monkeypatch.setattr(witness, "COPIES", ("limit.event", "limit.launch", "kvnb"))
     rows = witness.live(torch.device("cuda"))
     assert not rows["detail"].str.startswith("failed").any(), rows["detail"].tolist()
-    assert {"profiler", "a wait per call", "empty event pair"} <= {*rows["claim"]}
+    assert {"profiler", "watching", "a wait per call", "empty event pair"} <= {*rows["claim"]}
