@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,19 @@ from kvnb.report import parameters
 if TYPE_CHECKING:
     from kvnb.report.execute import Outcome
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class Commands(typer.core.TyperGroup):
+    """Ctrl-C ends each with one line, and with the status that shells give it."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            print("\nkvnb: stopped by SIGINT", file=sys.stderr)
+            raise typer.Exit(128 + signal.SIGINT) from error
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @contextmanager
@@ -75,11 +88,9 @@ def _check(values: dict) -> None:
 
 
 def _name(values: dict, name: str = "") -> str:
-    """The run's name as the user has it, or `name`, or one of now; said, so that it can be resumed."""
+    """The run's name as the user has it, or `name`, or one of now."""
     values["run"] = values["run"] or name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{values['grid']}"
-    name = values["run"]
-    print(f"kvnb: run {name}; if it is cut short, the same command with RUN={name} goes on", file=sys.stderr)
-    return name
+    return values["run"]
 
 
 def _execute(name: str, values: dict, folder: Path) -> Outcome:
@@ -95,10 +106,12 @@ def _execute(name: str, values: dict, folder: Path) -> Outcome:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Around what writes a report's folder: another process that does so is named, with exit code 2."""
+    """Around what writes a report's folder: another process that does so is named, with exit code 2, and signals leave
+    no report that looks finished."""
+    from kvnb.report.execute import stoppable
     from kvnb.report.files import claimed
 
-    with ExitStack() as stack:
+    with stoppable(), ExitStack() as stack:
         with refusing():
             stack.enter_context(claimed(folder))
         yield
@@ -123,6 +136,7 @@ def report(values: dict) -> None:
     if values["copies_from"]:
         values["copies_from"] = _from_root(values["copies_from"])
     with _writing(folder := paths.REPORTS / name):
+        print(f"kvnb: run {name}; its report goes to {_from_root(folder)}", file=sys.stderr)
         _report(name, values, folder)
 
 
@@ -152,10 +166,8 @@ def _recorded(load: Callable[[Path], object], *grids: str) -> list[Path]:
     """`answers.recorded`, less what `load` refuses: known before anything is measured, which it shall not cost."""
     from kvnb.report import answers
 
-    found, sound = [], []
-    with _leaving_out("recorded runs"):
-        found += answers.recorded(*grids).values()
-    for path in found:
+    sound = []
+    for path in answers.recorded(*grids).values():
         with _leaving_out("a recorded run"):
             load(path)
             sound.append(path)
@@ -200,11 +212,11 @@ def _render(name: str, recorded: Path, folder: Path) -> None:
 
 def _null_block(runs: list[Path], folder: Path, **values: object) -> tuple[Outcome, list[Path]]:
     """04_null_block on runs of grid `padding`, or on none; and these runs with what it measured itself."""
-    made = paths.LOCAL / "padding"
-    before = {*made.glob("*.parquet")}
+    from kvnb.report import null_block
+
     given = {"runs": [_from_root(path) for path in runs] or "newest"}
     outcome = _execute("04_null_block", given | values, folder)
-    return outcome, [*sorted({*made.glob("*.parquet")} - before), *runs]
+    return outcome, [*null_block.measured_in(outcome.path), *runs]
 
 
 def _by_release(runs: list[Path], folder: Path) -> list[Outcome]:

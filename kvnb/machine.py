@@ -144,7 +144,7 @@ def source_state() -> tuple[str, bool | None]:
     for folder in (paths.ROOT / "kvnb", paths.CSRC):
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".cu", ".cpp", ".h"):
-                digest.update(path.relative_to(paths.ROOT).as_posix().encode() + path.read_bytes())
+                digest.update(path.relative_to(folder.parent).as_posix().encode() + path.read_bytes())
     return f"tree-{digest.hexdigest()[:10]}", None
 
 

@@ -61,6 +61,9 @@ def held(lock: Path, holder: Path, does: str, fix: str, instead: str | None = No
     `does` says what its holder does, as in "process 7 on gpu1 measures into r.parquet". Where there is one already,
     raises ValueError that names it and says what to do `instead`; where that is None, says so on stderr and waits.
     Raises ValueError with `fix` where the folder cannot be written, or its file system has no locks.
+
+    Neither file stays. The lock's goes last, when nothing is left to do that could disturb the next holder: who got it
+    open before finds that it is gone (filelock looks at st_nlink), and takes the one that is there then.
     """
     taken = FileLock(lock)
     with ExitStack() as stack:
@@ -76,17 +79,21 @@ def held(lock: Path, holder: Path, does: str, fix: str, instead: str | None = No
                 print(told, file=sys.stderr, flush=True)
                 taken.acquire()
             stack.callback(taken.release)
+            stack.callback(_remove, lock)
             holder.unlink(missing_ok=True)  # it may name one that was killed
             with whole(holder) as partial:
                 partial.write_text(f"process {os.getpid()} on {platform.node()}")
         except (OSError, NotImplementedError) as error:
             what = "written" if isinstance(error, OSError) else "locked"
             raise ValueError(f"{lock.parent} cannot be {what} ({error}): {fix}") from error
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # what was done is done; one that stays names a process that is gone
-                holder.unlink(missing_ok=True)
+        stack.callback(_remove, holder)
+        yield
+
+
+def _remove(path: Path) -> None:
+    """A lock or its holder's name: what was done is done, and one that stays tells of a process that is gone."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _named(holder: Path) -> str:

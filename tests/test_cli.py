@@ -53,6 +53,15 @@ def test_a_run_may_not_take_a_records_folder(monkeypatch, tmp_path):
     assert (result.exit_code, "reports/h200 is kept for" in result.output) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["measure", "report"])
+def test_ctrl_c_is_one_line_and_the_status_that_shells_give_it(tmp_path, command):
+    """At any moment: here, while a user's file is run."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()")
+    result = run(command, "--device", "cpu", "--copies-from", str(mine))
+    assert (result.exit_code, result.output) == (130, "\nkvnb: stopped by SIGINT\n")
+
+
 def test_an_unknown_option_is_refused():
     assert run("report", "--gird", "full").exit_code == 2
 

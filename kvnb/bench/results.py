@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
+import sys
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,10 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvnb import paths
-from kvnb.problem.case import CASE_FIELDS, Case
+from kvnb.copies.base import FAMILIES, PARTS, TIMERS, bytes_moved, nearest
+from kvnb.problem.case import CASE_FIELDS, GRIDS, Case
+from kvnb.problem.slots import POLICIES
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "wrong", "unsupported", "out_of_memory", "error")
+KNOWN = {"status": STATUSES, "grid": GRIDS, "family": FAMILIES, "policy": POLICIES, "part": PARTS, "timer": TIMERS}
 
 # name, type, unit, meaning
 _COLUMNS = [
@@ -88,6 +95,7 @@ SAME_MACHINE = tuple(name for name in MACHINE_FIELDS if name != "utc")  # what s
 CELL_FIELDS = ("policy", "part", "timer", "state")
 SAMPLE_FIELDS = ("run_id", *CASE_FIELDS, "copy", *CELL_FIELDS, "worker", "round", "sample")  # no two rows share them
 NULLABLE = {"seconds", "launches", "calls", "graphs", "sm_clock_mhz", "throttled", "dirty"}
+GIVE = "give a run file: they lie in data/local and data/recorded/<gpu>, and `make measure` makes one"
 
 
 class RunFileError(ValueError):
@@ -128,40 +136,45 @@ def save(samples, path: str | Path) -> Path:
 
 
 def read(path: Path) -> pa.Table:
-    """The samples of one run file, of schema version 1 as of 2. Raises RunFileError where it is not a complete one, or
-    not as kvnb writes it: the message names the file and how to mend or replace it."""
+    """The samples of one run file, of schema version 1 as of 2, by kvnb or saved again by another tool: what that made
+    of types and order is undone where no value is lost. Raises RunFileError where it is not a complete one, or holds
+    what kvnb does not write: the message names the file and how to replace it."""
     table = _table_in(path)
-    if table.schema.names == [name for name in SCHEMA.names if name != "padded"]:
+    table = table.drop_columns([name for name in table.schema.names if re.fullmatch(r"__index_level_\d+__", name)])
+    if "padded" not in table.schema.names and "schema_version" in table.schema.names:
         table = _from_version_1(table)
-    if table.schema.names != SCHEMA.names:
-        odd = sorted(set(table.schema.names) ^ set(SCHEMA.names)) or "their order"
-        raise RunFileError(f"{path} is not a run file of schema version {SCHEMA_VERSION}: columns differ in {odd}")
+    if sorted(table.schema.names) != sorted(SCHEMA.names):
+        odd = sorted(set(table.schema.names) ^ set(SCHEMA.names)) or "names that are there twice"
+        told = f"{path} is not a run file of schema version {SCHEMA_VERSION}: columns differ in {odd}"
+        raise RunFileError(f"{told}; {GIVE}")
     versions = sorted(set(table["schema_version"].to_pylist()) - {SCHEMA_VERSION}, key=str)
     if versions:
         newer = all(isinstance(version, int) and version > SCHEMA_VERSION for version in versions)
         advice = "read it with the kvnb that wrote it, or a newer one" if newer else "measure again"
         raise RunFileError(f"{path} has schema version {versions}, this kvnb reads {SCHEMA_VERSION}; {advice}")
-    if table.schema.types != SCHEMA.types:
-        raise RunFileError(f"{path} {_other_types(table, path)}")
+    columns = {}
+    for field in SCHEMA:
+        try:
+            columns[field.name] = table[field.name].cast(field.type)
+        except pa.ArrowException as error:
+            raise RunFileError(f"{path} holds a {field.name} that is no {field.type}; {_instead(path)}") from error
+    table = pa.table(columns, schema=SCHEMA)
     wrong = _missing_values(table) or _wrong_values(table) or _mixed_up(table)
     if wrong:
         raise RunFileError(f"{path} {wrong}; {_instead(path)}")
     return table
 
 
-def _other_types(table: pa.Table, path: Path) -> str:
-    odd = ", ".join(field.name for field in SCHEMA if table.schema.field(field.name).type != field.type)
-    code = f"import pandas; from kvnb.bench.results import save; f = {str(path)!r}; save(pandas.read_parquet(f), f)"
-    return f"has other types in {odd}, as other tools write them; this mends it: python -c {shlex.quote(code)}"
-
-
 def _instead(path: Path) -> str:
-    """What to type to get a sound file in the place of this one."""
-    if path.parent.suffix == ".parts":
-        return f"`rm {path}`, and the command that began the run measures this case again"
-    if paths.RECORDED in path.resolve().parents:
-        return f"`git checkout -- {path}` brings back the recorded one"
-    return f"`rm {path}`, and measure again: `make measure RUN={path.stem}` with the GRID it had"
+    """What to type to get a sound file in the place of this one: nothing is removed but what kvnb keeps there."""
+    name, folder = shlex.quote(str(path)), path.resolve().parent
+    if paths.RECORDED in folder.parents:
+        return f"`git checkout -- {name}` brings back the recorded one"
+    if path.suffix == ".parquet" and folder.suffix == ".parts":
+        return f"`rm {name}`, and the command that began the run measures this case again"
+    if path.suffix == ".parquet" and folder == paths.LOCAL.resolve():
+        return f"`rm {name}`, and measure again: `make measure RUN={path.stem}` with the GRID it had"
+    return GIVE
 
 
 def _missing_values(table: pa.Table) -> str:
@@ -172,9 +185,12 @@ def _missing_values(table: pa.Table) -> str:
 
 
 def _wrong_values(table: pa.Table) -> str:
-    unknown = set(table["status"].unique().to_pylist()) - set(STATUSES)
-    if unknown:
-        return f"holds status {', '.join(map(repr, sorted(unknown)))}, not one of {', '.join(STATUSES)}"
+    for name, valid in KNOWN.items():
+        for value in set(table[name].unique().to_pylist()) - set(valid):
+            return f"holds {name} {value!r}, not one of {', '.join(valid)}{nearest(value, valid)}"
+    for value in table["utc"].unique().to_pylist():
+        if not _is_time(value):
+            return f"holds utc {value!r}, not a time as 2026-11-30T08:49:36+00:00"
     timed = pc.fill_null(pc.is_finite(table["seconds"]), False)
     fine = pc.equal(table["status"], "ok")
     if not pc.all(pc.equal(timed, fine)).as_py() or not pc.all(pc.equal(table["seconds"].is_valid(), fine)).as_py():
@@ -183,12 +199,23 @@ def _wrong_values(table: pa.Table) -> str:
     no_slope = pc.not_equal(table["family"], "limit")
     if pc.any(pc.and_(pc.less_equal(table["seconds"], 0), no_slope)).as_py():
         return "holds times of 0 s or less"
-    for case in table.select(CASE_FIELDS).group_by(CASE_FIELDS).aggregate([]).to_pylist():
+    keys = [*CASE_FIELDS, "copy", "family", "part", "bytes_moved"]
+    for row in table.select(keys).group_by(keys).aggregate([]).to_pylist():
         try:
-            Case(**case)
+            case = Case(**{name: row[name] for name in CASE_FIELDS})
         except ValueError as error:
             return f"holds a case that cannot be: {error}"
+        moved = bytes_moved(row["copy"], row["family"], row["part"], case)
+        if row["bytes_moved"] != moved:
+            return f"holds bytes_moved {row['bytes_moved']}, not {moved}, for {row['copy']}, {case}, part {row['part']}"
     return ""
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None and text[4:11:3] == "--T"
+    except ValueError:
+        return False
 
 
 def _mixed_up(table: pa.Table) -> str:
@@ -215,25 +242,27 @@ def _table_in(path: Path, columns: list[str] | None = None) -> pa.Table:
         why = (str(error).strip().splitlines() or [""])[0]
         if isinstance(error, MemoryError) or getattr(error, "errno", None):  # the system's; Arrow's have no number
             raise RunFileError(f"{path} cannot be read ({why}): mend that first, the file may be sound") from error
-        raise RunFileError(
-            f"{path} is not a complete run file ({why}): give a run file, or, if a run left it so, {_instead(path)}"
-        ) from error
+        raise RunFileError(f"{path} is not a complete run file ({why}): {_instead(path)}") from error
 
 
 def _from_version_1(table: pa.Table) -> pa.Table:
     """Version 1 had no column `padded`: all padding was scattered."""
     if set(table["schema_version"].to_pylist()) != {1}:
         return table
-    place, version = SCHEMA.get_field_index("padded"), SCHEMA.get_field_index("schema_version")
-    table = table.set_column(version, SCHEMA.field(version), pa.repeat(pa.scalar(2, pa.int32()), len(table)))
-    return table.add_column(place, SCHEMA.field(place), pa.repeat("scattered", len(table)))
+    version = pa.repeat(pa.scalar(2, pa.int32()), len(table))
+    table = table.set_column(table.schema.get_field_index("schema_version"), "schema_version", version)
+    return table.append_column("padded", pa.repeat("scattered", len(table)))
 
 
 def first(path: str | Path) -> dict:
     """run_id, utc, grid and the machine of a run file, from its first row. Raises RunFileError for another file."""
-    rows = _table_in(Path(path), ["run_id", "utc", "grid", *MACHINE_FIELDS]).slice(0, 1).to_pylist()
+    return _first(Path(path), ["run_id", "utc", "grid", *MACHINE_FIELDS])
+
+
+def _first(path: Path, columns: list[str]) -> dict:
+    rows = _table_in(path, columns).slice(0, 1).to_pylist()
     if not rows:
-        raise RunFileError(f"{path} holds no row; {_instead(Path(path))}")
+        raise RunFileError(f"{path} holds no row; {_instead(path)}")
     return rows[0]
 
 
@@ -268,10 +297,18 @@ def load(*paths: str | Path):
 def newest(folder: str, grid: str, recorded: Path | None = None) -> Path | None:
     """The newest recorded run of a grid on a GPU: `data/recorded/<folder>/<date>_<grid>_<sha7>.parquet`, or None.
 
-    So are the other records of a GPU found, which have a name in place of a grid's."""
-    found = list((recorded or paths.RECORDED).joinpath(folder).glob(f"????-??-??_{grid}_*.parquet"))
-    day = max((path.name[:10] for path in found), default="")
-    latest = [path for path in found if path.name.startswith(day)]
-    if len(latest) > 1:  # of one day: as they began
-        latest.sort(key=lambda path: _table_in(path, ["utc"])["utc"][0].as_py())
-    return latest[-1] if latest else None
+    So are the other records of a GPU found, which have a name in place of a grid's. Of one day, it is the last to
+    begin. A damaged one is said on stderr and left out, unless there is no other: who reads it is told why."""
+    found = sorted((recorded or paths.RECORDED).joinpath(folder).glob(f"????-??-??_{grid}_*.parquet"), reverse=True)
+    damaged = []
+    for _, of_day in itertools.groupby(found, key=lambda path: path.name[:10]):
+        began = {}
+        for path in of_day:
+            try:
+                began[path] = str(_first(path, ["utc"])["utc"])
+            except RunFileError as error:
+                damaged.append(f"kvnb: a recorded run left out: {error}")
+        if began:
+            print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
+            return max(began, key=began.get)
+    return next(iter(found), None)

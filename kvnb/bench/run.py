@@ -2,7 +2,7 @@
 
 Workers are separate processes with allocations of their own, alive side by side and measuring one at a time. The
 parent makes no CUDA context. A case's rows are written to `<run>.parts/` when every worker has had its turn; a killed
-run goes on from there, on the same machine. A worker that dies costs the cell it was at.
+run goes on from there, on the same machine. A worker that dies or hangs costs the cell it was at.
 
 The folder of parts holds `lock` and `owner` (who measures), `settings.json` (what was asked for), a file per finished
 case and, at the very end, `published`, which becomes the run file by a rename. All of it is written under a temporary
@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ from kvnb.bench import results
 from kvnb.copies.base import GPU_TIMERS
 from kvnb.problem.case import CASE_FIELDS, Case, grid, timings
 
+WORKERS, ROUNDS = 3, 10  # of a run that asks for nothing else
 START = "spawn"  # how a worker begins: with allocations and a CUDA context of its own
 STOP_SECONDS = 10  # for a worker to end by itself
 STEP_SECONDS = 15 * 60  # for its start, a case's inputs, a cell's prepare, round or verify: compiling takes minutes
@@ -70,8 +72,8 @@ def measure(
     copies: str | Iterable[str] = "all",
     timers: str | Iterable[str] = "all",
     run: str | None = None,
-    workers: int = 3,
-    rounds: int = 10,
+    workers: int = WORKERS,
+    rounds: int = ROUNDS,
     path: str | Path | None = None,
     copies_from: str | None = None,
 ) -> Path:
@@ -198,17 +200,16 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
     try:
         for number in range(settings.workers):
             workers.append(Worker(number, settings))
-        about = [worker.greet() for worker in workers][0]
+        about, *_ = [worker.greet() for worker in workers]
         first = next(iter(done.values()), about | {"run_id": uuid.uuid4().hex[:12]})
         _refuse_other_machine(first, about, parts)
         common = {**about, "utc": first["utc"], "run_id": first["run_id"], "grid": settings.grid}
         common["schema_version"] = results.SCHEMA_VERSION
         form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        total = len(cases) * len(workers)
-        run = parts.stem
-        print(f"kvnb: run {run}; if it is cut short, the same with RUN={run} goes on", file=sys.stderr)
-        bar = tqdm(total=total, initial=len(done) * len(workers), bar_format=form, mininterval=0.5)
-        with _keeping(parts), bar:
+        total, ended = (len(some) * len(workers) for some in (cases, done))
+        with _keeping(parts), tqdm(total=total, initial=ended, bar_format=form, mininterval=0.5) as bar:
+            run = parts.stem
+            bar.write(f"kvnb: run {run}; if it is cut short, the same with RUN={run} goes on", file=sys.stderr)
             for number, case in enumerate(cases):
                 if number in done:
                     continue
@@ -258,7 +259,7 @@ def _refuse_other_contents(table: pa.Table, settings: Settings, path: Path) -> N
         missing = [str(one) for one in wanted if one not in held]
         if missing:
             lacks = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
-            raise ValueError(f"{path} is a finished run without {name} {lacks}: {INSTEAD}")
+            raise ValueError(f"{path} is a finished run without {name} {lacks}; {INSTEAD}")
 
 
 def _type(device: str) -> str:
@@ -314,10 +315,6 @@ def _keeping(parts: Path) -> Iterator[None]:
         raise results.RunFileError(f"{error}; {kept}") from error
 
 
-class _Gone(Exception):
-    """A worker process died, or was killed because it hung."""
-
-
 class Worker:
     """A process that measures, and this end of the pipe to it. One that died is replaced at once."""
 
@@ -329,7 +326,10 @@ class Worker:
         context = mp.get_context(START)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
+        resource_tracker.ensure_running()  # now, as its own start would let Ctrl-C through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process keeps: see _serve
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._greeted, self._hung, self._step = False, False, "start"
 
@@ -342,7 +342,7 @@ class Worker:
                 if kind == "loads":
                     self._step, hint = f"copies_from {self.machine}", ""
                     kind, self.machine = self._receive()
-            except _Gone:
+            except EOFError:
                 raise RuntimeError(f"worker {self.number} died at its {self._step} ({self._death}){hint}") from None
             if kind == "failed":
                 raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
@@ -387,12 +387,12 @@ class Worker:
                     return content[0], []
                 else:
                     return None, content
-        except _Gone:
+        except EOFError:
             died = {"status": "error", "reason": f"the worker process died ({self._death})"}
             return None, [row | died for row in at]
 
     def _receive(self) -> tuple:
-        """The process's next message. Raises _Gone where it died, or said nothing for STEP_SECONDS and was killed.
+        """The process's next message. Raises EOFError where it died, or said nothing for STEP_SECONDS and was killed.
 
         The wait has ten parts: for however long Ctrl-Z stopped it and us, no more than one of them passed.
         """
@@ -402,7 +402,7 @@ class Worker:
             self._hung = True
             self._process.kill()
         self._process.join()
-        raise _Gone
+        raise EOFError
 
     @property
     def _death(self) -> str:
@@ -418,9 +418,9 @@ class Worker:
         self._start()
 
     def stop(self) -> None:
-        """End the process: it leaves when the pipe closes, and is killed if it does not."""
+        """End the process: it leaves when the pipe closes, and is killed if it does not, or is only starting."""
         self._pipe.close()
-        self._process.join(STOP_SECONDS)
+        self._process.join(STOP_SECONDS * self._greeted)
         self._process.kill()
         self._process.join()
 

@@ -40,6 +40,7 @@ import torch
 
 from kvnb import build, machine
 from kvnb.bench.check import Expectation, WrongCopy
+from kvnb.copies import base
 from kvnb.copies.base import Copy
 from kvnb.copies.torch_compile import graphs_made
 from kvnb.problem import inputs as inputs_of
@@ -646,9 +647,7 @@ def _first_line(error: Exception) -> str:
 
 def bytes_moved(cell: Cell, case: Case) -> int:
     """Fewest bytes a call of the cell moves: nothing for a launch, the index for a step."""
-    if cell.copy.family == "limit" and not cell.copy.name.startswith("limit.copy"):
-        return 0
-    return case.bytes_moved if cell.part == "write" else 8 * case.num_tokens
+    return base.bytes_moved(cell.copy.name, cell.copy.family, cell.part, case)
 
 
 def row_of(cell: Cell, case: Case, *, status: str = "ok", reason: str = "", **measured) -> dict:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
+import re
 import traceback
 from pathlib import Path
 
@@ -15,7 +17,15 @@ REGISTRY: dict[str, Copy] = {}
 
 
 def register(copy: Copy) -> Copy:
-    """Add a copy to the registry; a file may register its own again. Raises ValueError where another has its name."""
+    """Add a copy to the registry; a file may register its own again. Raises ValueError for a name that another has or
+    that COPIES cannot list, and for a source that is no file."""
+    if not isinstance(copy, Copy):
+        raise ValueError(f"register takes a Copy(name, family, policies, bind), not {copy!r}")
+    if not isinstance(copy.name, str) or not re.fullmatch(r"(?!all$)[^\s,]+", copy.name) or not copy.name.isprintable():
+        told = "a name must be text without spaces, commas and line breaks, and not 'all', for COPIES to list it"
+        raise ValueError(f"copy {copy.name!r}: {told}")
+    if lost := [path for path in (copy.file, *copy.sources) if not Path(path).is_file()]:
+        raise ValueError(f"copy {copy.name!r}: {lost[0]} must be a file, whose text is part of its version")
     if copy.name in REGISTRY and REGISTRY[copy.name].file != copy.file:
         raise ValueError(f"copy {copy.name!r} is registered already; give yours another name")
     REGISTRY[copy.name] = copy
@@ -25,14 +35,18 @@ def register(copy: Copy) -> Copy:
 def load_from(path: str | Path) -> list[str]:
     """Run a Python file that registers copies of its own (COPIES_FROM=my_copy.py); returns their names.
 
-    Raises ValueError where the file is missing, raises or exits itself (naming its line), or registers nothing.
+    Raises ValueError where the file is missing, is no .py, raises or exits itself (naming its line), or adds nothing.
     """
     path = Path(path).resolve()
     if not path.is_file():
         raise ValueError(f"copies_from: {path} does not exist")
+    if path.suffix != ".py":
+        raise ValueError(f"copies_from: {path} must be a Python file, with a name that ends in .py")
     before = set(REGISTRY)
     spec = importlib.util.spec_from_file_location(f"kvnb_copies_from_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # what ends Python itself, as os.abort() or a segfault, prints the file and its line
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvnb.problem.case import Case
 from kvnb.problem.slots import NULL_POLICIES as NULL
+from kvnb.problem.slots import POLICIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +22,29 @@ if TYPE_CHECKING:
     Write = Callable[[Tensor, Tensor], object]
     Step = Callable[[Tensor], Write]
 
-__all__ = ["FAMILIES", "GPU_TIMERS", "NULL", "TIMERS", "Copy"]
+__all__ = ["FAMILIES", "GPU_TIMERS", "NULL", "TIMERS", "Copy", "bytes_moved", "nearest", "unknown"]
 FAMILIES = ("kernel", "torch", "compile", "triton", "peer", "limit", "yours")
 GPU_TIMERS = ("graph", "call", "host", "eager")
 TIMERS = (*GPU_TIMERS, "wall")
+PARTS = ("step", "write")
+CHOICES = {"family": FAMILIES, "policies": POLICIES, "devices": ("cuda", "cpu"), "timers": TIMERS}
+
+
+def unknown(value: object, valid: Collection[str]) -> str:
+    """ "'x' is not one of a, b; did you mean a?", for error messages."""
+    return f"{value!r} is not one of {', '.join(valid)}" + nearest(value, valid)
+
+
+def nearest(value: object, valid: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(value), list(valid), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def bytes_moved(copy: str, family: str, part: str, case: Case) -> int:
+    """Fewest bytes a call of a copy's part moves: nothing for a launch, the index for a step."""
+    if family == "limit" and not copy.startswith("limit.copy"):
+        return 0
+    return case.bytes_moved if part == "write" else 8 * case.num_tokens
 
 
 def anything(case: Case, policy: str, timer: str) -> str | None:
@@ -48,6 +69,8 @@ class Copy:
     supports   `supports(case, policy, timer) -> reason | None`: why this cell cannot be measured
     steps      `steps(case, policy) -> bool`: whether `step` launches work worth a row of its own
     sources    further files whose change makes this another version of the copy
+
+    Raises ValueError for what is none of these, with what is valid.
     """
 
     name: str
@@ -61,8 +84,20 @@ class Copy:
     sources: tuple[Path, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"copy {self.name!r}: family {self.family!r} is not one of {', '.join(FAMILIES)}")
+        if problem := next(self._problems(), None):
+            raise ValueError(f"copy {self.name!r}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        for what, valid in CHOICES.items():
+            value = getattr(self, what)
+            names = (value,) if what == "family" else value
+            if not isinstance(names, tuple) or not names:
+                yield f"{what} {value!r} must be a tuple of some of {', '.join(valid)}"
+            yield from (f"{what} {unknown(name, valid)}" for name in names if name not in valid)
+            yield from (f"{what} {value!r} has {name} twice" for name in names if names.count(name) > 1)
+        for what in ("bind", "supports", "steps"):
+            if not callable(getattr(self, what)):
+                yield f"{what} {getattr(self, what)!r} must be a function, see help(kvnb.copies.Copy)"
 
     @property
     def title(self) -> str:
@@ -71,15 +106,19 @@ class Copy:
 
     @property
     def file(self) -> Path:
-        """The file that defines bind."""
-        return Path(inspect.getsourcefile(self.bind)).resolve()
+        """The file that defines bind. Raises ValueError where none does."""
+        try:
+            return Path(inspect.getsourcefile(self.bind)).resolve()
+        except TypeError as error:
+            told = f"copy {self.name!r}: bind {self.bind!r} must be a function of a file, whose text is its version"
+            raise ValueError(told) from error
 
     @property
     def version(self) -> str:
         """Ten hex digits over the sources that make this copy: stored as copy_version in every row."""
         digest = hashlib.sha256()
         for path in (self.file, *self.sources):
-            digest.update(path.read_bytes())
+            digest.update(Path(path).read_bytes())
         return digest.hexdigest()[:10]
 
     def reason_against(self, case: Case, policy: str, timer: str, device: str) -> str | None:

@@ -7,12 +7,13 @@ run; Ctrl-C, SIGTERM and SIGHUP stop the report, and leave neither a kernel nor 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -35,6 +36,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LAST_LINES = 12  # of a failure
 SOCKET = "kvnb12345678/kernel-ipc-5"  # how the name of a kernel's socket goes on after its temporary folder
 SOCKET_BYTES = 100  # that every system takes as a socket's path (Linux: 107, macOS: 103)
+logging.getLogger("papermill").addHandler(logging.NullHandler())  # how a kernel ended, Outcome says
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ThisPython(AsyncKernelManager):
     """Kernels of the Python that runs us, whatever kernelspec of that name is installed."""
 
     newest: ClassVar[ThisPython | None] = None  # papermill makes it, and tells nobody how its kernel ended
-    late: ClassVar[threading.Event] = threading.Event()  # set once the notebook's time is over
+    late: ClassVar[threading.Event] = threading.Event()  # set once the notebook is to end, whatever it does
 
     def _kernel_spec_manager_default(self) -> KernelSpecManager:
         return KernelSpecManager(kernel_dirs=[])
@@ -71,6 +73,13 @@ class ThisPython(AsyncKernelManager):
         memory = ", as a system does that runs out of memory" * (-status == signal.SIGKILL)
         return f"the kernel died of signal {-status} ({signal.strsignal(-status)}{memory})"
 
+    @classmethod
+    def end(cls) -> None:
+        """End the notebook that runs, from another thread or a signal: papermill finds its kernel dead."""
+        cls.late.set()
+        if cls.newest:
+            cls.newest.kill()
+
     def kill(self) -> None:
         """End the kernel and all that it started, workers on a GPU above all; what has ended already is no error."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of one that has ended
@@ -86,7 +95,7 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
     """
     with contextlib.chdir(paths.ROOT):  # where the notebook will run, and look for files
         parameters.check(name, values)
-    with _left_in_order(), private_folder() as scratch:
+    with stoppable(), private_folder() as scratch:
         running = scratch / f"{name}.ipynb"
         why = _run(name, running, values, scratch)
         started = running.is_file()  # else papermill could not even read it
@@ -109,25 +118,23 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
 
 def _run(name: str, target: Path, values: dict[str, object], scratch: Path) -> str:
     """Why the notebook did not finish, or nothing. A kernel that is past the limit is killed: it may answer nothing.
+    So is one when a signal comes: raised in an event loop, SystemExit would leave tasks and sockets that complain.
 
     Whatever else comes of that (a kernel that did not start, a cell that ended as the time did), the limit is why.
     """
-    ThisPython.newest, ThisPython.late = None, (late := threading.Event())
-
-    def stop() -> None:
-        late.set()
-        if ThisPython.newest:
-            ThisPython.newest.kill()
-
-    limit = threading.Timer(TIME_LIMITS[name], stop)
+    ThisPython.newest, ThisPython.late, signals = None, threading.Event(), []
+    limit = threading.Timer(TIME_LIMITS[name], ThisPython.end)
     limit.start()
     try:
-        why = _failure(name, target, values, scratch)
+        with stoppable(lambda number, _: (signals.append(number), ThisPython.end())):
+            why = _failure(name, target, values, scratch)
     finally:
         limit.cancel()
         if ThisPython.newest:
             ThisPython.newest.kill()
-    return f"{name} took longer than its {TIME_LIMITS[name]} s" if late.is_set() else why
+    if signals:
+        _exit(signals[0], None)
+    return f"{name} took longer than its {TIME_LIMITS[name]} s" if ThisPython.late.is_set() else why
 
 
 def _failure(name: str, target: Path, values: dict[str, object], scratch: Path) -> str:
@@ -180,17 +187,25 @@ def private_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def _exit(number: int, _frame: object) -> None:
+    print(f"\nkvnb: stopped by {signal.Signals(number).name}", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 @contextlib.contextmanager
-def _left_in_order() -> Iterator[None]:
-    """For the while, a signal that would end this process on the spot raises SystemExit, so that all is put away."""
-    stopping = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    for number in stopping:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+def stoppable(act: Callable[[int, object], object] = _exit) -> Iterator[None]:
+    """For the while, a signal that would end this process on the spot calls `act`: else all is put away, one line says
+    so, and SystemExit bears the status that shells give that signal. One that is ignored, as by nohup, stays so."""
+    ending = (signal.SIG_DFL, signal.default_int_handler, _exit)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler in ending}
+    for number in before:
+        signal.signal(number, act)
     try:
         yield
     finally:
-        for number in stopping:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _said(notebook: nbformat.NotebookNode) -> list[str]:

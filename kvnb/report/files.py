@@ -22,13 +22,10 @@ def claimed(folder: Path) -> Iterator[Path]:
     index.html goes at once: a folder without one holds a report that did not end. Raises ValueError where another
     process has the folder, naming it, and where the folder cannot be written.
     """
-    lock, other = folder / ".lock", "choose another run name"
-    with paths.held(lock, folder / ".writer", f"writes {folder}", f"make room there, or {other}", other):
-        try:
-            (folder / "index.html").unlink(missing_ok=True)
-            yield folder
-        finally:
-            lock.unlink(missing_ok=True)
+    other = "choose another run name"
+    with paths.held(folder / ".lock", folder / ".writer", f"writes {folder}", f"make room there, or {other}", other):
+        (folder / "index.html").unlink(missing_ok=True)
+        yield folder
 
 
 def write(path: Path, template: str, **values: object) -> Path:

@@ -6,14 +6,17 @@ A run of grid `padding` holds each copy under each of its policies. Here every o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pandas as pd
+from IPython.display import Markdown, display
 
 from kvnb import copies, machine, paths
 from kvnb.bench import results, stats
@@ -172,7 +175,8 @@ def find_runs(runs: str | Iterable[str | Path] = "newest") -> list[Path]:
 
 
 def measured(device: str, live: str, runs: Sequence[Path]) -> list[Path]:
-    """A short run of grid padding, made now: live "yes", or "auto" on a GPU that none of `runs` was measured on.
+    """A short run of grid padding, made now: live "yes", or "auto" on a GPU that none of `runs` was measured on. Its
+    path is put out, for the reader and for `measured_in`.
 
     Raises ValueError for an absent device, and for "yes" on a CPU.
     """
@@ -185,7 +189,17 @@ def measured(device: str, live: str, runs: Sequence[Path]) -> list[Path]:
     wheels = sorted(filter(answers.release, copies.REGISTRY), key=answers.age)[-1:]
     names = [*stats.NOISE, *wheels, ISSUE, WIDE, "limit.copy"]
     path = paths.LOCAL / GRID / f"{datetime.now(UTC):%Y%m%d-%H%M%S}.parquet"  # not among those that 03_compare finds
-    return [run.measure(device, GRID, names, path=path, **LIVE)]
+    made = run.measure(device, GRID, names, path=path, **LIVE)
+    told = Path(os.path.relpath(made, paths.ROOT)).as_posix()
+    display(Markdown(f"Measured now: `{told}`."), metadata={"kvnb_measured": told})
+    return [made]
+
+
+def measured_in(notebook: Path) -> list[Path]:
+    """The run that an executed notebook says it measured: others may have measured at the same time."""
+    outputs = (output for cell in nbformat.read(notebook, as_version=4).cells for output in cell.get("outputs", []))
+    told = (output.get("metadata", {}).get("kvnb_measured") for output in outputs)
+    return [paths.ROOT / path for path in told if path]
 
 
 def decision(run: PaddedRun | None, found: Replayed) -> list[tuple[str, str]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvnb import copies
-from kvnb.copies.base import TIMERS
+from kvnb.copies.base import TIMERS, nearest, unknown
 from kvnb.problem.case import GRIDS
 
 Check = Callable[[str], str | None]  # what is wrong with a value, or None
@@ -55,16 +54,6 @@ class Parameter:
         return f"; valid: {', '.join(self.valid)}" if self.valid else f": {self.help}"
 
 
-def unknown(value: object, valid: Collection[str]) -> str:
-    """ "'x' is not one of a, b; did you mean a?", for error messages."""
-    return f"{value!r} is not one of {', '.join(valid)}" + _nearest(value, valid)
-
-
-def _nearest(value: object, valid: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(value), list(valid), 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _like(pattern: str, words: str) -> Check:
     return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} must be {words}"
 
@@ -74,7 +63,7 @@ def _file(value: str) -> str | None:
     if path.is_file():
         return None
     beside = [str(other) for other in path.parent.glob("*") if other.is_file()]
-    return f"{value or path} {'is a folder' if path.is_dir() else 'does not exist'}{_nearest(path, beside)}"
+    return f"{value or path} {'is a folder' if path.is_dir() else 'does not exist'}{nearest(path, beside)}"
 
 
 def _run_file(value: str) -> str | None:

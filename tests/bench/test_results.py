@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,8 @@ import pytest
 from kvnb import paths
 from kvnb.bench import results
 from kvnb.bench.results import RunFileError
+from kvnb.copies import REGISTRY
+from kvnb.copies.base import PARTS, bytes_moved
 from kvnb.problem.case import CASE_FIELDS, MIB, Case
 
 MACHINE = {
@@ -59,8 +60,10 @@ def row(**columns) -> dict:
         "launches": 1,
         "calls": 8,
     }
-    made |= {"graphs": None, "bytes_moved": 1 << 33, "sm_clock_mhz": 1980.5, "throttled": None}
-    return made | Case(16, cache_bytes=MIB).fields() | MACHINE | columns
+    made |= {"graphs": None, "sm_clock_mhz": 1980.5, "throttled": None}
+    made |= Case(16, cache_bytes=MIB).fields() | MACHINE | columns
+    case = Case(**{name: made[name] for name in CASE_FIELDS if name in ("num_tokens", "padding")}, cache_bytes=MIB)
+    return {"bytes_moved": bytes_moved(made["copy"], made["family"], made["part"], case)} | made
 
 
 FAILED = {
@@ -73,8 +76,10 @@ FAILED = {
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "new folder" / "run.parquet"
+def path(tmp_path, monkeypatch):
+    """Of a run that kvnb keeps; its folder is not there yet, and a shell splits its name."""
+    monkeypatch.setattr(paths, "LOCAL", tmp_path / "new folder")
+    return paths.LOCAL / "run.parquet"
 
 
 # ------------------------------------------------------------------------------------------------------------- schema
@@ -172,12 +177,16 @@ def test_a_write_leaves_nothing_but_the_file_and_takes_along_what_killed_ones_le
     assert [left.name for left in path.parent.iterdir()] == ["run.parquet"]
 
 
-def test_a_file_of_another_kind_is_refused(path):
-    path.parent.mkdir()
-    path.write_text("not parquet")
-    told = r"run\.parquet is not a complete run file .*give a run file, or, if a run left it so, `rm .*measure again"
-    with pytest.raises(RunFileError, match=told):
-        results.read(path)
+@pytest.mark.parametrize("name", ["README.md", "run.parquet", "local/README.md", "r.parts/settings.json"])
+@pytest.mark.parametrize("take", [results.load, results.read, results.first])
+def test_what_kvnb_did_not_write_is_refused_and_nobody_is_told_to_remove_it(tmp_path, monkeypatch, name, take):
+    monkeypatch.setattr(paths, "LOCAL", tmp_path / "local")
+    (path := tmp_path / name).parent.mkdir(exist_ok=True)
+    for write in (lambda: path.write_text("not parquet"), lambda: pq.write_table(pa.table({"speed": [1.0]}), path)):
+        write()
+        with pytest.raises(RunFileError, match=r" is not a .*run file .* give a run file: .*`make measure`") as told:
+            take(path)
+        assert str(path) in str(told.value) and "rm " not in str(told.value)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
@@ -244,13 +253,14 @@ def test_what_the_system_cannot_do_is_not_blamed_on_the_file(path):
 @pytest.mark.parametrize(
     ("folder", "advice"),
     [
-        ("r.parts", r"`rm \S+`, and the command that began the run measures this case again"),
+        ("my r.parts", r"`rm '\S+/my r\.parts/run\.parquet'`, and the command that began the run measures this case"),
         ("recorded/h200", r"`git checkout -- \S+` brings back the recorded one"),
         ("local", r"`rm \S+`, and measure again: `make measure RUN=run` with the GRID it had"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_replaces_it(tmp_path, monkeypatch, folder, advice):
     monkeypatch.setattr(paths, "RECORDED", tmp_path / "recorded")
+    monkeypatch.setattr(paths, "LOCAL", tmp_path / "local")
     path = tmp_path / folder / "run.parquet"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"PAR1")
@@ -263,6 +273,17 @@ HAND_EDITED = {
     "no row": ([], "holds no row"),
     "a value gone": ([row(layout=None)], "lacks values in layout"),
     "another status": ([row(status="fine")], "holds status 'fine', not one of ok, wrong"),
+    "another family": ([row(family="kernal")], "holds family 'kernal', not one of kernel, .*; did you mean kernel?"),
+    "another grid": ([row(grid="ful")], "holds grid 'ful', not one of quick, full, .*; did you mean full?"),
+    "another policy": ([row(policy="skipp")], "holds policy 'skipp', not one of skip, .*; did you mean skip?"),
+    "another part": ([row(part="", bytes_moved=128)], "holds part '', not one of step, write"),
+    "another timer": ([row(timer="graphs")], "holds timer 'graphs', not one of graph, .*; did you mean graph?"),
+    "no time of day": ([row(utc="2026-01-02")], "holds utc '2026-01-02', not a time as 2026-"),
+    "no time zone": ([row(utc="2026-01-02T03:04:05")], "holds utc '2026-01-02T03:04:05', not a time as 2026-"),
+    "no time in words": ([row(utc="yesterday")], "holds utc 'yesterday', not a time as 2026-"),
+    "more bytes": ([row(bytes_moved=7)], "holds bytes_moved 7, not 131200, for kvnb, 16 tokens .* part write"),
+    "a launch's bytes": ([row(copy="limit.launch", family="limit", bytes_moved=1)], "holds bytes_moved 1, not 0, for"),
+    "a step's bytes": ([row(part="step", bytes_moved=131200)], "holds bytes_moved 131200, not 128, for kvnb, .* step"),
     "ok without a time": ([row(), row(sample=2, seconds=None)], "has seconds where status is not ok, or none where"),
     "a time that is none": ([row(seconds=float("nan"))], "has seconds where status is not ok, or none where it is"),
     "an endless time": ([row(seconds=float("inf"))], "has seconds where status is not ok, or none where it is"),
@@ -292,21 +313,33 @@ def test_a_slope_of_an_empty_launch_below_0_is_read_as_it_was_recorded(path):
     assert results.read(path).to_pylist() == rows
 
 
-def test_a_file_that_another_tool_wrote_is_mended_by_the_line_that_is_told(path):
-    rows = [row(), row(**FAILED)]
-    results.write(rows, path)
-    pd.read_parquet(path).to_parquet(path)  # whole numbers with nulls are floats there
-    with pytest.raises(RunFileError, match="has other types in .*graphs.*; this mends it: python -c") as told:
-        results.load(path)
-    line = shlex.split(str(told.value).split("this mends it: ")[1])
-    subprocess.run([sys.executable, *line[1:]], cwd=paths.ROOT, check=True)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_that_another_tool_saved_is_read_as_it_was_written(path, version):
+    """Whole numbers with nulls are floats in pandas, strings are large, a selection keeps its row numbers."""
+    rows = [row(), row(**FAILED), row(sample=2, graphs=3)]
+    results.write(rows[:1] + rows, path)
+    frame = pd.read_parquet(path).iloc[1:].set_axis([5, 2, 9]).assign(schema_version=version)
+    names = [name for name in reversed(results.SCHEMA.names) if (version, name) != (1, "padded")]
+    frame[names].to_parquet(path)
+    assert pq.read_schema(path).types != results.SCHEMA.types and "__index_level_0__" in pq.read_schema(path).names
     assert results.read(path).to_pylist() == rows
+    assert results.read(path).schema.equals(results.SCHEMA, check_metadata=True)
 
 
-def test_a_parquet_file_of_something_else_is_refused(path):
-    path.parent.mkdir()
-    pq.write_table(pa.table({"run_id": ["r"], "speed": [1.0]}), path)
-    with pytest.raises(RunFileError, match="is not a run file of schema version 2: columns differ in .*'speed'"):
+@pytest.mark.parametrize(("name", "value"), [("launches", 1.5), ("calls", 1 << 40), ("seconds", "fast")])
+def test_a_value_of_another_kind_is_refused_and_not_rounded(path, name, value):
+    results.write([row()], path)
+    pd.read_parquet(path).assign(**{name: value}).to_parquet(path)
+    with pytest.raises(RunFileError, match=rf"run\.parquet holds a {name} that is no (int32|double); `rm "):
+        results.read(path)
+
+
+@pytest.mark.parametrize("columns", [{"speed": [1.0]}, {"run_id": ["r"], "speed": [1.0]}, {}])
+def test_a_parquet_file_of_something_else_is_refused(path, columns):
+    results.write([row()], path)
+    pq.write_table(pa.table(columns) if columns else pq.read_table(path).drop_columns("seed"), path)
+    told = f"is not a run file of schema version 2: columns differ in .*{'speed' if columns else 'seed'}.*; give a run"
+    with pytest.raises(RunFileError, match=told):
         results.read(path)
 
 
@@ -386,8 +419,27 @@ def test_the_newest_record_of_a_grid_is_found_by_its_date(tmp_path):
     assert results.newest("b200", "full", tmp_path) is None
 
 
-def test_of_two_records_of_a_day_the_later_is_the_newest(tmp_path):
-    for commit, hour in (("bbbbbbb", 8), ("0000000", 12), ("fffffff", 10)):
-        began = row(utc=f"2026-02-01T{hour:02d}:00:00+00:00")
-        results.write([began], tmp_path / "h200" / f"2026-02-01_full_{commit}.parquet")
-    assert results.newest("h200", "full", tmp_path).stem == "2026-02-01_full_0000000"
+def test_of_records_of_a_day_the_latest_that_is_sound_is_the_newest(tmp_path, capsys):
+    """Damaged ones are said; where there are only such, whoever reads the newest is told."""
+    for day, commit, hour in ((1, "b", 8), (2, "b", 8), (2, "0", 12), (2, "f", 10)):
+        began = row(utc=f"2026-02-{day:02d}T{hour:02d}:00:00+00:00")
+        results.write([began], tmp_path / "h200" / f"2026-02-{day:02d}_full_{commit * 7}.parquet")
+    order = ["2026-02-02_full_0000000", "2026-02-02_full_fffffff", "2026-02-02_full_bbbbbbb", "2026-02-01_full_bbbbbbb"]
+    for damaged, name in enumerate(order):
+        assert results.newest("h200", "full", tmp_path).stem == name
+        told = capsys.readouterr().err.splitlines()
+        assert sorted(line.partition(".parquet is not a complete")[0][-23:] for line in told) == sorted(order[:damaged])
+        (tmp_path / "h200" / f"{name}.parquet").write_bytes(b"PAR1")
+    assert results.newest("h200", "full", tmp_path).stem == "2026-02-02_full_fffffff"
+    assert capsys.readouterr().err == ""
+
+
+def test_bytes_moved_of_a_row_are_what_was_timed():
+    """results and timing know one rule."""
+    from kvnb.bench import timing
+
+    case = Case(16, cache_bytes=MIB, padding=0.5)
+    for copy in REGISTRY.values():
+        for part in PARTS:
+            moved = timing.bytes_moved(timing.Cell(copy, "skip", part, "graph", "produced"), case)
+            assert moved == bytes_moved(copy.name, copy.family, part, case)

@@ -83,8 +83,10 @@ def test_grid_padding_measures_every_policy_of_a_copy_and_of_a_limit_one():
         ({"copies": []}, r"copies \(none\): valid are all"),
         ({"timers": "graphs"}, r"timers graphs: valid on cpu are all, wall"),
         ({"timers": ["graph"]}, r"timers graph: valid on cpu are all, wall"),
-        ({"workers": 0}, r"workers = 0 must be at least 1"),
-        ({"rounds": -1}, r"rounds = -1 must be at least 1"),
+        ({"workers": 0}, r"workers = 0 must be a whole number from 1 to 64"),
+        ({"workers": 3000}, r"workers = 3000 must be a whole number from 1 to 64"),
+        ({"rounds": 1001}, r"rounds = 1001 must be a whole number from 1 to 1000"),
+        ({"rounds": 2.5}, r"rounds = 2\.5 must be a whole number from 1 to 1000"),
         ({"copies_from": "nowhere.py"}, r"copies_from: .*nowhere\.py does not exist"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -136,18 +138,24 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
         one.greet()
 
 
-def test_a_worker_that_was_killed_while_others_measured_is_replaced():
+def test_a_worker_outlives_ctrl_c_and_is_replaced_when_killed_while_others_measured_and_leaves_quietly():
     with worker(SETTINGS) as one, tqdm(total=1, disable=True) as bar:
+        os.kill(one._process.pid, signal.SIGINT)  # while it starts
         one.greet()
         one._process.kill()
         one._process.join()
         assert {row["status"] for row in one.measure(0, SMALL, bar)} == {"ok"}
+        one._pipe.send((SMALL, 0, set()))
+        one._pipe.close()  # as by a run that is stopped
+        one._process.join(60)
+        assert one._process.exitcode == 0, "it printed a traceback"
 
 
-def test_a_worker_that_dies_while_it_starts_says_so(tmp_path):
-    (tmp_path / "mine.py").write_text("import os\nos._exit(3)")
+def test_a_worker_that_dies_in_a_file_of_copies_names_it(tmp_path):
+    (tmp_path / "mine.py").write_text("import os\nos.abort()")
     asked = Settings(**vars(SETTINGS) | {"copies_from": str(tmp_path / "mine.py")})
-    with worker(asked) as one, pytest.raises(RuntimeError, match=r"worker 0 died while it started \(exit code 3\)"):
+    message = r"^worker 0 died at its copies_from \S+mine\.py \(exit code -6\)$"
+    with worker(asked) as one, pytest.raises(RuntimeError, match=message):
         one.greet()
 
 
@@ -170,6 +178,8 @@ def test_what_no_worker_can_measure_is_one_row_of_no_worker():
 
 MEASURING = """
 import multiprocessing
+import sys
+import threading
 import kvnb
 from kvnb.bench import timing
 from kvnb.problem.case import grid
@@ -183,6 +193,8 @@ def measure_case(bench, case, cells, on_visit, **rest):
             waited.append(True)
             with open({fifo!r}, "w") as fifo:
                 fifo.write("measuring")
+            if sys.platform == "linux":
+                threading.Event().wait()  # as a copy that hangs
             multiprocessing.parent_process().join()
 
     return measured(bench, case, cells, on_visit=told, **rest)
@@ -213,7 +225,8 @@ def killed(tmp_path_factory) -> Path:
         assert process.wait() == -signal.SIGKILL
         os.set_blocking(told.fileno(), True)
         assert told.read() == "measuring"
-    process.communicate(timeout=60)  # ends when the last worker has let go of stderr
+    _, said = process.communicate(timeout=60)  # ends when the last worker has let go of stderr
+    assert "Traceback" not in said
     assert not path.exists()
     assert [part.name for part in path.with_suffix(".parts").glob("*.parquet")] == ["0000.parquet"]
     return path.with_suffix(".parts")
@@ -226,7 +239,7 @@ def cut_off(killed, tmp_path) -> Path:
     return tmp_path / "r.parquet"
 
 
-def test_a_killed_run_goes_on_where_it_stopped(cut_off, monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(cut_off, monkeypatch, capsys):
     part = cut_off.with_suffix(".parts") / "0000.parquet"
     first = kvnb.load(part)
     assert not kvnb.cells(first).empty
@@ -240,6 +253,7 @@ def test_a_killed_run_goes_on_where_it_stopped(cut_off, monkeypatch):
 
     assert kvnb.measure(**ASKED, path=cut_off) == cut_off
 
+    assert capsys.readouterr().err.count("kvnb: run r; if it is cut short, the same with RUN=r goes on\n") == 1
     assert measured == [number for number in range(len(grid("quick", "cpu"))) if number not in done]
     samples = kvnb.load(cut_off)
     assert samples["run_id"].nunique() == samples["utc"].nunique() == 1
@@ -300,7 +314,7 @@ OTHER = {"threads": 99, "l2_bytes": 99, "dirty": None}
 
 
 @pytest.mark.parametrize("column", results.SAME_MACHINE)
-def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch):
+def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch, capsys):
     part = cut_off.with_suffix(".parts") / "0000.parquet"
     samples = kvnb.load(part)
     about = {name: results.read(part)[name][0].as_py() for name in results.MACHINE_FIELDS}
@@ -309,20 +323,22 @@ def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch):
     monkeypatch.setattr(Worker, "_start", lambda self: None)
     monkeypatch.setattr(Worker, "stop", lambda self: None)
     monkeypatch.setattr(Worker, "greet", lambda self: about)
-    refused(cut_off, f"was begun with {column} {other!r}, this is .*: resume it there, choose another run name")
+    refused(cut_off, f"was measured with {column} {other!r}, this is .*: resume it there, choose another run name")
+    assert capsys.readouterr().err == "", "nothing says that it runs"
 
 
 def test_a_run_of_another_kernel_is_not_mixed_in(cut_off, no_process):
     part = cut_off.with_suffix(".parts") / "0000.parquet"
     results.save(kvnb.load(part).assign(copy_version="older"), part)
-    refused(cut_off, r"was begun with version of \S+ 'older', this is '\w{10}': resume it there, choose another run")
+    refused(cut_off, r"was measured with version of \S+ 'older', this is '\w{10}': resume it there, choose another run")
 
 
 def test_parts_of_two_machines_are_not_put_together(cut_off, no_process):
     part = cut_off.with_suffix(".parts") / "0000.parquet"
-    other = kvnb.load(part).assign(cpu="another", num_tokens=grid("quick", "cpu")[7].num_tokens, layout="packed")
+    case = grid("quick", "cpu")[7]
+    other = kvnb.load(part).assign(cpu="another", **case.fields(), bytes_moved=case.bytes_moved)
     results.save(other, part.with_name("0007.parquet"))
-    refused(cut_off, "was begun with cpu '.*', this is 'another'")
+    refused(cut_off, "was measured with cpu '.*', this is 'another'")
 
 
 def truncated(part: Path) -> None:
@@ -340,7 +356,7 @@ def of_no_case(part: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncated, r"0000.parquet is not a complete run file .*, `rm \S+0000.parquet`, and the command that began"),
+        (truncated, r"0000.parquet is not a complete run file .*: `rm \S+0000.parquet`, and the command that began"),
         (of_another_case, r"0005.parquet is no part of this run: `rm \S+0005.parquet`, and the same call goes on"),
         (of_no_case, r"mine.parquet is no part of this run: `rm \S+mine.parquet`, and the same call goes on"),
     ],
@@ -404,6 +420,26 @@ def test_a_run_that_another_process_ended_meanwhile_is_looked_at_again(finished,
     assert sorted(left.name for left in finished.parent.iterdir()) == ["ended", "r.parquet"]
 
 
+@pytest.mark.parametrize("column", ["copy_version", *runs.SAME_WHEN_FINISHED[1:]])  # "gpu" is the next test's
+def test_a_finished_run_of_another_copy_or_machine_does_not_stand_for_this_one(finished, column, no_process):
+    other = OTHER.get(column, "another")
+    results.save(kvnb.load(finished).assign(**{column: other}), finished)
+    before = finished.read_bytes()
+    what = r"version of \S+" if column == "copy_version" else column
+    message = f"r.parquet was measured with {what} {other!r}, this is .*: choose another run name, or remove that file$"
+    for asks in (kvnb.measure, lambda **asked: runs.planned(**asked, run=None)):
+        with pytest.raises(ValueError, match=message):
+            asks(**ASKED, path=finished)
+    assert finished.read_bytes() == before
+
+
+def test_a_finished_run_stands_for_itself_where_another_copy_was_edited_and_after_a_commit(finished, no_process):
+    samples = kvnb.load(finished)
+    older = samples["copy_version"].where(samples["copy"] == "torch.index_copy", "older")
+    results.save(samples.assign(kvnb_commit="another", dirty=None, copy_version=older), finished)
+    assert kvnb.measure(**ASKED | {"copies": ["torch.index_copy"]}, path=finished) == finished
+
+
 def test_a_finished_run_of_a_gpu_does_not_stand_for_one_of_the_cpu(finished, no_process):
     results.save(kvnb.load(finished).assign(gpu="Test GPU", timer="graph"), finished)
     with pytest.raises(ValueError, match="is a finished run without device cpu; choose another run name"):
@@ -440,10 +476,10 @@ def test_a_lock_that_stays_in_its_folder_while_it_is_open_fails_no_finished_run(
     def unlink_over_nfs(path, *, dir_fd=None):
         if not is_open(os.stat(path, dir_fd=dir_fd)):
             unlink(path, dir_fd=dir_fd)
-        elif os.fspath(path).startswith(".nfs"):
+        elif Path(path).name.startswith(".nfs"):
             raise OSError(errno.EBUSY, "Device or resource busy", path)
         else:
-            os.rename(path, ".nfs1", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            os.rename(path, Path(path).with_name(".nfs1"))
 
     with monkeypatch.context() as over_nfs:
         over_nfs.setattr(os, "unlink", unlink_over_nfs)
@@ -461,9 +497,14 @@ def test_a_run_that_another_process_measures_is_left_alone(cut_off, no_process):
         for _ in range(2):
             refused(cut_off, "^another process measures into .*r.parquet: wait for it, or choose another run name")
             (parts / "owner").unlink(missing_ok=True)
+        refused(cut_off, "^another process measures into", rounds=2)  # than what it measures
+        with pytest.raises(ValueError, match="^another process measures into"):
+            runs.planned(**ASKED | {"rounds": 2}, run=None, path=cut_off)
         (parts / "owner").write_text(f"process {os.getpid()} on {platform.node()}")
         refused(cut_off, f"^process {os.getpid()} on .* measures into .*r.parquet: wait for it, or choose another")
-    assert not any(name.startswith(".") for name in os.listdir(parts))
+    with pytest.raises(ValueError, match="holds a run that was cut off and asked for"):
+        runs.planned(**ASKED | {"rounds": 2}, run=None, path=cut_off)
+    assert sorted(os.listdir(parts)) == ["0000.parquet", "settings.json"]
 
 
 def test_a_file_system_without_locks_is_told_with_what_to_do(tmp_path, monkeypatch, no_process):

@@ -19,7 +19,9 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pandas as pd
@@ -37,7 +39,7 @@ ASKED |= {"copies": ["torch.index_copy"]}  # unsupported in the packed case
 CELL = (*CASE_FIELDS, "copy", *results.CELL_FIELDS)
 KILL_POINTS, WORKER_KILL_POINTS = 50, 10
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-WATCHED = ("/kvnb/bench/run.py", "/kvnb/bench/results.py", "/kvnb/paths.py", "/shutil.py")
+WATCHED = ("/kvnb/bench/run.py", "/kvnb/bench/results.py", "/kvnb/paths.py")
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, sys/prctl.h
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="makes its faults by Linux's fork, prctl and /dev/full")
@@ -57,6 +59,7 @@ def serve() -> None:
     timing.SAMPLES = 1  # as where a call lasts long: a busy machine changes no number of rows, and so of lines
     timing.inputs_of.POISON_WORDS = SMALL.cache_bytes // 8  # nor make a pattern for caches that are 100 times as large
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)  # workers whose parent was killed become ours, to be waited for
+    resource_tracker.ensure_running()  # one for all
     runs.START, runs.STOP_SECONDS = "fork", 0  # a forked worker holds the other end of its pipe too: it must be killed
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -98,9 +101,12 @@ def _carry_out(order: dict, tell: int) -> int:
         fill_disk(Path(order["asked"]["path"]).with_suffix(".parts"), order["full"])
     if "most_bytes" in order:
         die_within_a_file(order["most_bytes"])
+    if "unsaid" in order:  # the disk of the file that takes what we say
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    runs.STEP_SECONDS = order.get("step_seconds", runs.STEP_SECONDS)
     if "killer" in order:
         kill_when_inputs_are_made(order["killer"])
-    watch = Watch(order.get("point"), order.get("signal"), order.get("whom", "me"))
+    watch = Watch(order.get("point"), order.get("signal"), order.get("whom", "me"), order.get("watched", WATCHED))
     code, said = 0, {}
     sys.settrace(watch.enter)
     try:
@@ -109,7 +115,8 @@ def _carry_out(order: dict, tell: int) -> int:
         code = 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001  the test that ordered it looks at it
         code, said = 1, {"error": f"{type(error).__name__}: {error}"}
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # where there is no room for that, either
+            traceback.print_exc()
     sys.settrace(None)
     os.write(tell, json.dumps(said | {"lines": watch.lines}).encode())
     return code
@@ -143,15 +150,17 @@ def kill_when_inputs_are_made(num_tokens: int) -> None:
 
 
 class Watch:
-    """Counts the lines that this process runs of WATCHED files, and sends a signal at a certain one."""
+    """Counts the lines that this process runs of watched files, and sends a signal at a certain one."""
 
-    def __init__(self, point: int | None, sent: int | None, whom: str) -> None:
+    def __init__(self, point: int | None, sent: int | None, whom: str, watched: Sequence[str]) -> None:
         self.pid, self.lines, self.point, self.sent, self.whom = os.getpid(), 0, point, sent, whom
+        self.watched = watched
 
     def enter(self, frame, event, arg):
         if os.getpid() != self.pid:  # a worker
             return sys.settrace(None)
-        return self.line if any(part in frame.f_code.co_filename for part in WATCHED) else None
+        where = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
+        return self.line if any(part in where for part in self.watched) else None
 
     def line(self, frame, event, arg):
         if event == "line":
@@ -264,11 +273,13 @@ def test_a_run_that_is_killed_in_the_middle_of_a_write_leaves_whole_files_only(o
 
 def test_a_worker_that_is_killed_anywhere_costs_one_cell_and_not_the_run(order, undisturbed, tmp_path, record_property):
     wanted, died = {seen[:-1] for seen in visits(undisturbed.samples) if seen[-1] == "ok"}, 0
-    for point in random.Random(7).sample(range(1, undisturbed.lines + 1), WORKER_KILL_POINTS):
+    watched = ["/kvnb/bench/run.py:Worker."]  # it is idle, or not there, in other lines
+    lines = order(tmp_path / "r.parquet", watched=watched)["lines"]
+    for point in random.Random(7).sample(range(1, lines + 1), WORKER_KILL_POINTS):
         path = tmp_path / str(point) / "r.parquet"
-        done = order(path, point=point, signal=signal.SIGKILL, whom="worker")
+        done = order(path, point=point, signal=signal.SIGKILL, whom="worker", watched=watched)
         if done["code"]:  # it had not begun, as where a script lacks its `if __name__`: the run goes on by name
-            assert "worker 0 died while it started (exit code -9)" in done["error"]
+            assert "worker 0 died at its start (exit code -9: killed" in done["error"]
             done = order(path)
         assert done["code"] == 0, done
         samples = results.load(path)
@@ -308,7 +319,7 @@ def test_a_full_disk_is_told_before_anything_is_measured(order, tmp_path, name):
     cut = order(tmp_path / "r.parquet", full=name, killer=SMALL.num_tokens)
     assert cut["error"].startswith("ValueError: ") and "No space left on device" in cut["error"]
     assert cut["error"].endswith(TOLD)
-    assert finished(tmp_path / "r.parquet") == {}
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(order, tmp_path):
@@ -327,6 +338,8 @@ def test_a_run_that_cannot_go_on_says_that_its_finished_cases_stay(order, undist
     assert order(path, full="0001.parquet")["code"] == 1
     cut = order(path, full="owner", killer=SMALL.num_tokens)
     assert "No space left on device" in cut["error"] and cut["error"].endswith(TOLD)
+    cut = order(path, unsaid=True)
+    assert "No space left on device; 1 finished cases stay in" in cut["error"]
     assert len(finished(path)) == 1
     assert_goes_on(order, path, undisturbed)
 
@@ -346,9 +359,10 @@ def test_the_second_of_two_measures_into_one_run_is_refused_and_names_the_first(
     path = tmp_path / "run" / "r.parquet"
     first = order(path, point=undisturbed.lines // 2, signal=signal.SIGSTOP)["stopped"]
     before = {part.name: part.read_bytes() for part in path.with_suffix(".parts").iterdir()}
-    second = order(path)
-    assert second["error"].startswith(f"ValueError: process {first} on ")
-    assert second["error"].endswith(f" measures into {path}: wait for it, or choose another run name")
+    for asked in ({}, {"rounds": 2}):
+        second = order(path, asked=asked)
+        assert second["error"].startswith(f"ValueError: process {first} on ")
+        assert second["error"].endswith(f" measures into {path}: wait for it, or choose another run name")
     assert {part.name: part.read_bytes() for part in path.with_suffix(".parts").iterdir()} == before
     assert order(path, **{"continue": first})["code"] == 0
     assert visits(results.load(path)) == visits(undisturbed.samples)
@@ -358,6 +372,7 @@ def test_the_second_of_two_measures_into_one_run_is_refused_and_names_the_first(
 
 MY_COPIES = """
 import os
+import threading
 import torch
 from kvnb import copies
 from kvnb.bench import timing
@@ -371,6 +386,9 @@ def bind_raises(inputs):
 
 def bind_dies(inputs):
     return lambda slots: lambda key, value: os._exit(7)
+
+def bind_hangs(inputs):
+    return lambda slots: lambda key, value: inputs.case.num_tokens == 4 and threading.Event().wait()
 
 def bind_loses_the_device(inputs):
     def lost(bench):
@@ -387,6 +405,7 @@ def bind_compile_fails(inputs):
     return lambda slots: lambda key, value: compiled(key)
 
 binds = {"dies": bind_dies, "raises": bind_raises, "loses": bind_loses_the_device, "compile": bind_compile_fails}
+binds |= {"hangs": bind_hangs}
 for name, bind in (binds | {"fine": bind_fine}).items():
     copies.register(Copy(f"mine.{name}", "yours", ("null_slot",), bind, ("cpu",)))
 """
@@ -429,6 +448,20 @@ def test_what_fails_is_a_row_with_its_reason_and_the_next_case_runs(order, tmp_p
             assert sorted(rows.loc[[copy], "worker"]) == [0, 1]
             assert set(rows.loc[[copy], "status"]) == {status}
             assert rows.loc[[copy], "reason"].str.startswith(reason).all()
+
+
+def test_a_copy_that_hangs_costs_its_cell_and_the_next_case_runs(order, tmp_path):
+    mine, path, limit = tmp_path / "my_copies.py", tmp_path / "r.parquet", 4
+    mine.write_text(MY_COPIES)
+    asked = {"copies": ["mine.hangs", "mine.fine"], "copies_from": str(mine)}
+    assert order(path, [SMALL, CASES[2]], asked, step_seconds=limit)["code"] == 0
+    samples = results.load(path).set_index(["num_tokens", "copy"])
+    hung = samples.loc[[(SMALL.num_tokens, "mine.hangs")]]
+    why = f"the worker process died (killed: its prepare took longer than {limit} s)"
+    assert [*zip(hung["status"], hung["reason"], strict=True)] == [("error", why)]
+    for case in (SMALL, CASES[2]):
+        assert set(samples.loc[[(case.num_tokens, "mine.fine")], "status"]) == {"ok"}
+    assert set(samples.loc[[(CASES[2].num_tokens, "mine.hangs")], "status"]) == {"wrong"}  # it wrote nothing
 
 
 GPU_COPIES = """

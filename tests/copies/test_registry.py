@@ -110,9 +110,42 @@ def test_the_version_changes_with_a_source(tmp_path):
     assert copy.version != before
 
 
-def test_an_unknown_family_is_refused():
-    with pytest.raises(ValueError, match=r"copy 'own': family 'other' is not one of kernel, torch"):
-        Copy("own", "other", ("skip",), lambda inputs: None)
+GOOD = {"name": "own", "family": "yours", "policies": ("skip",), "bind": lambda inputs: None}
+POLICY_NAMES, NAMED = ", ".join(POLICIES), "a name must be text without spaces, commas and line breaks, and not 'all'"
+MALFORMED = [
+    ({"family": "other"}, "'own': family 'other' is not one of kernel, torch, compile, triton, peer, limit, yours"),
+    ({"family": ["yours"]}, "'own': family ['yours'] is not one of kernel"),
+    ({"policies": ("skp",)}, f"'own': policies 'skp' is not one of {POLICY_NAMES}; did you mean skip?"),
+    ({"policies": "skip"}, f"'own': policies 'skip' must be a tuple of some of {POLICY_NAMES}"),
+    ({"policies": ()}, f"'own': policies () must be a tuple of some of {POLICY_NAMES}"),
+    ({"policies": None}, "'own': policies None must be a tuple of some of skip"),
+    ({"policies": ("skip", "skip")}, "'own': policies ('skip', 'skip') has skip twice"),
+    ({"devices": ("cudda",)}, "'own': devices 'cudda' is not one of cuda, cpu; did you mean cuda?"),
+    ({"devices": "cpu"}, "'own': devices 'cpu' must be a tuple of some of cuda, cpu"),
+    ({"timers": ("grph",)}, "'own': timers 'grph' is not one of graph, call, host, eager, wall; did you mean graph?"),
+    ({"timers": (1,)}, "'own': timers 1 is not one of graph"),
+    ({"bind": None}, "'own': bind None must be a function"),
+    ({"supports": "no"}, "'own': supports 'no' must be a function"),
+    ({"steps": True}, "'own': steps True must be a function"),
+    ({"bind": print}, "'own': bind <built-in function print> must be a function of a file"),
+    ({"sources": ("gone.cu",)}, "'own': gone.cu must be a file"),
+]
+UNLISTABLE = (7, None, "", "a,b", "a b", " a", "a\n", "a\u2003b", "a\x00", "all")
+MALFORMED += [({"name": name}, f"{name!r}: {NAMED}") for name in UNLISTABLE]
+
+
+@pytest.mark.parametrize(("wrong", "told"), MALFORMED, ids=str)
+def test_a_malformed_copy_is_refused_with_what_is_valid(registry, wrong, told):
+    before = dict(registry)
+    with pytest.raises(ValueError, match=f"^copy {re.escape(told)}"):
+        copies.register(Copy(**GOOD | wrong))
+    assert registry == before
+    assert copies.register(Copy(**GOOD)) is registry["own"]
+
+
+def test_what_is_no_copy_is_refused():
+    with pytest.raises(ValueError, match=r"register takes a Copy\(name, family, policies, bind\), not 'kvnb'"):
+        copies.register("kvnb")
 
 
 # -------------------------------------------------------------------------------------------------------------- reasons
@@ -184,6 +217,13 @@ def test_a_file_without_a_copy_is_refused(own_file):
     own_file.write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"my_copy\.py registers no copy; end it with kvnb\.copies\.register"):
         copies.load_from(own_file)
+
+
+@pytest.mark.parametrize("name", ["my_copy", "my_copy.txt"])
+def test_a_file_that_python_does_not_import_is_refused(own_file, name):
+    path = own_file.rename(own_file.with_name(name))
+    with pytest.raises(ValueError, match=rf"copies_from: {path} must be a Python file, with a name that ends in \.py"):
+        copies.load_from(path)
 
 
 def test_a_missing_file_is_refused(tmp_path):

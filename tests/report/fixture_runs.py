@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kvnb.bench import results
+from kvnb.copies.base import bytes_moved
 from kvnb.problem.case import Case, grid
 from kvnb.problem.slots import null_slots
 
@@ -214,7 +215,8 @@ class _Run:
         self, case: Case, copy: str, family: str, timer: str, part: str = "write", policy: str = "skip"
     ) -> dict:
         place = {"copy": copy, "family": family, "copy_version": "0", "policy": policy, "part": part, "timer": timer}
-        counts = {"launches": 1, "calls": 10, "graphs": 0, "bytes_moved": case.bytes_moved, "throttled": ""}
+        counts = {"launches": 1, "calls": 10, "graphs": 0, "throttled": ""}
+        counts["bytes_moved"] = bytes_moved(copy, family, part, case)
         where = {"state": "produced", "worker": -1, "round": 0, "sample": 0, "sm_clock_mhz": 1980.0}
         return {**self.run, **place, **case.fields(), **counts, **where, "seconds": None}
 

@@ -24,6 +24,7 @@ from test_report import held, place, report_mine, small_grid, write_notebook  # 
 from typer.testing import CliRunner
 
 from kvnb import cli, paths
+from kvnb.__main__ import main
 from kvnb.bench import run as runs
 from kvnb.report import execute, files
 
@@ -52,8 +53,7 @@ def small(place, monkeypatch):  # noqa: F811
 def test_what_stops_a_notebook_stops_no_other(small, monkeypatch):
     monkeypatch.setitem(execute.TIME_LIMITS, "03_compare", 3)
     write_notebook("01_copies", "[][7]")
-    write_notebook("02_measure", "import os, signal, sys\nprint('at case 7', file=sys.stderr, flush=True)\n"
-                   "os.kill(os.getpid(), signal.SIGKILL)")  # fmt: skip
+    write_notebook("02_measure", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     write_notebook("03_compare", "import threading\nthreading.Event().wait()")
     folder = paths.REPORTS / "mine"
     folder.mkdir()
@@ -63,7 +63,7 @@ def test_what_stops_a_notebook_stops_no_other(small, monkeypatch):
     assert done.exit_code == 1, done.output
     index, summary = (folder / "index.html").read_text(), (folder / "summary.md").read_text()
     died = "the kernel died of signal 9 (Killed, as a system does that runs out of memory)"
-    stopped = {"01_copies": ["IndexError: list index out of range"], "02_measure": ["at case 7", died]}
+    stopped = {"01_copies": ["IndexError: list index out of range"], "02_measure": [died]}
     stopped["03_compare"] = ["03_compare took longer than its 3 s"]
     blocks = dict(re.findall(r'<div class="failed"><h2>(\w+) failed</h2>.*?<pre tabindex="0">(.*?)</pre>', index, re.S))
     for name, last in stopped.items():
@@ -185,27 +185,57 @@ def test_reports_begun_in_one_second_take_one_name_and_the_second_is_refused(sma
 # ------------------------------------------------------------------------------------------------------------ stopped
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file(small, forks, number):
-    fifo = small / "fifo"
+def whole_report(said: Path) -> None:
+    """`kvnb report` as a shell runs it; what it says on stderr goes to a file."""
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.modules["altair"], runs.grid, sys.argv = None, small_grid, ["kvnb", "report", *held("mine")]
+    main()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file_and_says_one_line(small, forks, number):
+    """Stopped in a notebook's kernel, which answers an interrupt with a traceback."""
+    fifo, said, folder = small / "fifo", small / "said", paths.REPORTS / "mine"
     os.mkfifo(fifo)
+    folder.mkdir()
+    for name in ("index.html", "02_measure.ipynb"):
+        (folder / name).write_text("an earlier report's")
     write_notebook(
-        "03_compare",
+        "02_measure",
         "import json, os, threading\n"
         f"with open({str(fifo)!r}, 'w') as pipe:\n"
         "    json.dump([os.getpid(), get_ipython().profile_dir.location], pipe)\n"
         "threading.Event().wait()",
     )
-    process = start(forks, execute.execute, "03_compare", {}, small / "out")
+    process = start(forks, whole_report, said)
     try:
         kernel, profile = json.loads(read(fifo))
     finally:
         os.kill(process.pid, number)
         status = ended(process)
-    assert status == {signal.SIGINT: 1, signal.SIGTERM: 128 + signal.SIGTERM}[number]
+    assert status == 128 + number
     with contextlib.suppress(ProcessLookupError):
         assert select.select([os.pidfd_open(kernel)], [], [], 60)[0]
-    assert not Path(profile).parent.exists() and not (small / "out").exists()
+    lines = filter(None, said.read_text().splitlines())
+    ours = [line for line in lines if "[IPKernelApp]" not in line]  # a kernel that its notebook's end interrupted
+    named, took, *stopped = ours
+    assert named.startswith("kvnb: run mine") and took.startswith("kvnb: 01_copies took")
+    assert stopped == [f"kvnb: stopped by {signal.Signals(number).name}"]
+    assert not Path(profile).parent.exists() and not (paths.REPORTS / "latest").exists()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == [".gitignore", "01_copies.ipynb", "02_measure.ipynb"]
+    assert (folder / "02_measure.ipynb").read_text() == "an earlier report's"
+
+
+def stop_while_writing(folder: Path) -> None:
+    with cli._writing(folder):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_report_stopped_between_notebooks_lets_go_of_its_folder(small, forks):
+    assert ended(start(forks, stop_while_writing, paths.REPORTS / "mine")) == 128 + signal.SIGTERM
+    assert list((paths.REPORTS / "mine").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------- refused before a kernel

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import statistics
 
 import nbformat
 import pytest
+from programs import python_path
 
 from kvnb import paths
 from kvnb.bench import results
@@ -74,8 +76,14 @@ def test_compare_runs_on_fixture_runs_and_opens_with_the_answer(tmp_path, run_fi
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_null_block_runs_with_and_without_a_run_and_opens_with_the_answer(tmp_path, padding_file, padded, recorded):
+def test_null_block_runs_with_and_without_a_run_and_opens_with_the_answer(
+    tmp_path, padding_file, padded, recorded, monkeypatch
+):
     runs = [str(padding_file)] if recorded else "newest"
+    if not recorded:  # a project without a record
+        shutil.copytree(paths.ROOT / "kvnb", tmp_path / "kvnb")
+        shutil.copytree(paths.CSRC, tmp_path / "csrc")
+        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     outcome = execute("04_null_block", {"runs": runs, "live": "no"}, tmp_path)
     assert not outcome.failure, outcome.failure
     outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import fixture_runs
 import nbformat
@@ -10,8 +11,9 @@ import pytest
 from markupsafe import escape
 from typer.testing import CliRunner
 
-from kvnb import cli, paths
+from kvnb import cli, machine, paths
 from kvnb.bench import results, run
+from kvnb.copies import REGISTRY
 from kvnb.problem.case import Case, grid
 from kvnb.report import answers, front, null_block
 
@@ -34,7 +36,10 @@ def place(tmp_path, monkeypatch, run_files):
         (tmp_path / folder).mkdir(parents=True)
     record = paths.RECORDED / "h200" / "2026-11-30_full_0123abc.parquet"
     record.parent.mkdir()
-    shutil.copy(run_files[0], paths.LOCAL / "mine.parquet")
+    here = machine.describe(machine.resolve_device("cpu"))
+    mine = results.load(run_files[0]).assign(**{name: here[name] for name in run.SAME_WHEN_FINISHED})
+    mine["copy_version"] = [REGISTRY[name].version for name in mine["copy"]]
+    results.save(mine, paths.LOCAL / "mine.parquet")
     shutil.copy(run_files[1], record)
     cells = {"01_copies": "1", "02_measure": "run", "03_compare": "runs", "06_timers": "run, live"}
     cells["04_null_block"] = "runs, globals().get('live')"
@@ -102,10 +107,8 @@ def test_damaged_records_cost_a_report_these_alone(place, monkeypatch):
     done = report_mine()
     assert done.exit_code == 0, done.output
     before, _, after = done.stderr.partition("kvnb: 01_copies took")
-    told = re.findall(r"^kvnb: (a recorded run|recorded runs) left out: (\S+) is not a complete run file", before, re.M)
-    both = {str(folder / f"2026-11-30_padding_{number}.parquet") for number in (2, 3)}
-    assert told[0] == ("a recorded run", str(damaged[0])) and told[2] == ("a recorded run", str(damaged[1]))
-    assert len(told) == 3 and told[1][0] == "recorded runs" and told[1][1] in both
+    told = re.findall(r"^kvnb: a recorded run left out: (\S+) is not a complete run file", before, re.M)
+    assert told == [str(damaged[0]), str(folder / "2026-11-30_padding_3.parquet"), str(damaged[1])]
     assert before.count("`git checkout -- ") == 3 and after
     mine = answers.load(paths.LOCAL / "mine.parquet")
     assert answers.headline(mine) in done.stdout
@@ -169,14 +172,24 @@ def test_a_report_answers_todo_1_with_and_without_a_run_of_grid_padding(place, p
 
 
 def test_what_null_block_measures_is_answered_for(place, padding_file):
-    """A notebook that measures stands in: the run file that it leaves is in the index."""
+    """A notebook that measures stands in: its run is in the index, and another's that ends meanwhile is not."""
     write_notebook(
-        "04_null_block", "import os, shutil\nos.makedirs('data/local/padding')\n"
-        f"shutil.copy({str(padding_file)!r}, 'data/local/padding/now.parquet')"
+        "04_null_block", "import shutil, sys\nfrom pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(cli.__file__).parents[1])!r})\n"
+        "from kvnb import paths\nfrom kvnb.bench import run\nfrom kvnb.report import null_block\n"
+        "def measure(*asked, path, **more):\n    path.parent.mkdir()\n"
+        "    for made in ('another', path.stem):\n"
+        f"        shutil.copy({str(padding_file)!r}, path.with_stem(made))\n    return path\n"
+        "run.measure, paths.ROOT, paths.LOCAL = measure, Path.cwd(), Path('data/local').absolute()\n"
+        "null_block.measured('cpu', 'yes', [])"
     )  # fmt: skip
     done = report_mine()
     assert done.exit_code == 0, done.output
-    assert null_block.decisions([padding_file])[0][0][1] in done.output
+    assert done.output.count(null_block.decisions([padding_file])[0][0][1]) == 1
+    (mine,) = {path.stem for path in paths.LOCAL.glob("padding/*")} - {"another"}
+    index, page = ((paths.REPORTS / "mine" / f"{name}.html").read_text() for name in ("index", "04_null_block"))
+    assert f"padding/{mine}.parquet" in index and "another.parquet" not in index
+    assert f"Measured now: <code>data/local/padding/{mine}.parquet</code>." in page
 
 
 def record_releases(by_release):
