@@ -22,13 +22,16 @@ SEED = 4698
 LEAST_MARGIN = 0.02  # a difference of 2 % is not worth a verdict
 WIDEST_SAME = 0.10  # where the margin is wider, nothing is called SAME: the noise hides it
 LIMIT_BYTES = 32_000_000  # percent of limit.copy is quoted from here on
-LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict below this many times an empty event pair
+LEAST_EVENT_PAIRS = 3  # timer `call`: no verdict where the faster copy takes less than so many empty event pairs
 DRIFT = 0.02  # a clock that is off by less moves no time by more than LEAST_MARGIN
 LEAST_CLEAN = 2  # undisturbed rounds of each worker (all, where it has fewer) on which a verdict may rest
 CLOCK, UNWATCHED = "clock drift", "throttling not known"  # beside what NVML says, see machine.disturbances
 TOGETHER = 64  # groups whose bootstrap is drawn in one go
+WITHHELD = ["disturbed", "short"]  # why a cell gives no verdict, though its interval would
 VERDICTS = ["FASTER", "SLOWER", "SAME", "UNDECIDED"]
-NOISE = ("kvnb.again", "kvnb")  # one copy measured under two names
+NOISE, EVENT = ("kvnb.again", "kvnb"), "limit.event"  # one copy measured under two names; an empty event pair
+NO_FLOOR, DISTURBED_FLOOR = "no noise floor was measured", "the noise floor is of disturbed rounds"
+NO_PAIR = "no empty event pair was timed"
 PLACE = [
     "run_id",
     "grid",
@@ -151,18 +154,23 @@ def _limit_percent(table: pd.DataFrame) -> pd.Series:
 
 
 def noise_floor(samples: pd.DataFrame) -> pd.DataFrame:
-    """timer, state, floor: how far from 1 the speedup of a copy over itself can be told, as a share.
-
-    In nine of ten cells the far end of that interval lies nearer to 1 than the floor. Of `undisturbed` rounds.
+    """timer, state, floor: how far from 1 the speedup of a copy over itself can be told, as a share; disturbed: whether
+    it is of disturbed rounds, for want of others (see `undisturbed`).
     """
     return _floors(by_round(samples))
 
 
 def _floors(rounds: pd.DataFrame) -> pd.DataFrame:
     pairs = undisturbed(_pairs(rounds[rounds["policy"] == "skip"], *NOISE), PLACE)
-    same = intervals(pairs, PLACE, "ratio")
+    return reach(intervals(pairs, PLACE, "ratio"), pairs)
+
+
+def reach(same: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
+    """As noise_floor: nearer to 1 than the floor lie the far ends of nine in ten intervals `same`, of these rounds."""
     far = np.maximum(same["high"], 1 / same["low"]) - 1  # as a margin is used: beyond it, or below its inverse
-    return far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor").reset_index()
+    floors = far.groupby([same["timer"], same["state"]]).quantile(0.9).rename("floor")
+    disturbed = (rounds["disturbed"] != "").groupby([rounds["timer"], rounds["state"]]).any()
+    return floors.to_frame().join(disturbed).reset_index()
 
 
 def _pairs(rounds: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
@@ -184,15 +192,15 @@ class Timed:
     def __init__(self, samples: pd.DataFrame) -> None:
         self.copies = list(samples["copy"].unique())
         self.rounds = by_round(samples)
-        self.floors = _floors(self.rounds).set_index(["timer", "state"])["floor"]
+        self.floors = _floors(self.rounds).set_index(["timer", "state"])
 
 
 def compare(samples: pd.DataFrame | Timed, a: str, b: str) -> pd.DataFrame:
     """Speedup of copy `a` over copy `b` (time of b / time of a: 2.1: a is 2.1 times as fast), a row per matching cell.
 
-    Columns: PLACE, a, b, speedup, low, high, margin, verdict (about a), reason, disturbed (whether the verdict is
-    UNDECIDED for that). Raises ValueError for a copy that the run does not hold, and where a copy was measured under
-    several policies.
+    Columns: PLACE, a, b, speedup, low, high, margin, doubt (what the margin lacks: NO_FLOOR, DISTURBED_FLOOR or
+    nothing), verdict (about a), reason, disturbed and short (whether the verdict is UNDECIDED for that). Raises
+    ValueError for a copy that the run does not hold, and where a copy was measured under several policies.
     """
     timed = samples if isinstance(samples, Timed) else Timed(samples)
     for name in (a, b):
@@ -200,22 +208,24 @@ def compare(samples: pd.DataFrame | Timed, a: str, b: str) -> pd.DataFrame:
             raise ValueError(f"copy {name!r} is not in this run; it holds {', '.join(sorted(timed.copies))}")
     pairs = _pairs(timed.rounds, a, b)
     table = intervals(pairs, PLACE, "ratio").rename(columns={"median": "speedup"}).assign(a=a, b=b)
-    table["margin"] = table.join(timed.floors, on=["timer", "state"])["floor"].fillna(0).clip(lower=LEAST_MARGIN)
+    known = table.join(timed.floors, on=["timer", "state"])
+    table["margin"] = known["floor"].fillna(0).clip(lower=LEAST_MARGIN)
+    table["doubt"] = np.select([known["floor"].isna(), known["disturbed"].eq(True)], [NO_FLOOR, DISTURBED_FLOOR], "")
     table = judged(table).assign(disturbed=False)
     if (pairs["disturbed"] != "").any():
         found = disturbances(pairs, PLACE)
         clean = pairs[pairs["disturbed"] == ""].merge(found.index.to_frame(index=False), on=PLACE)
         table = withhold_disturbed(table, intervals(clean, PLACE, "ratio"), found)
-    call = timed.rounds[timed.rounds["timer"] == "call"]  # both copies' rounds together say how long a cell lasts
-    lasts = call[call["copy"].isin([a, b])].groupby(PLACE)["seconds"].median().rename("lasts")
-    pair = call.loc[call["copy"] == "limit.event", "seconds"].median()
-    return withhold_short(table, table.join(lasts, on=PLACE)["lasts"], pair)
+    call = timed.rounds[timed.rounds["timer"] == "call"]
+    each = call[call["copy"].isin([a, b])].groupby([*PLACE, "copy"], observed=True)["seconds"].median()
+    faster = table.join(each.groupby(level=PLACE).min(), on=PLACE)["seconds"]
+    return withhold_short(table, faster, call.loc[call["copy"] == EVENT, "seconds"].median())
 
 
 def judged(table: pd.DataFrame) -> pd.DataFrame:
-    """Speedups (columns low, high, margin) with verdict and reason."""
-    rows = [*table[["low", "high", "margin"]].itertuples(index=False)]
-    words = [verdict(*row) for row in rows]
+    """Speedups (columns low, high, margin, doubt) with verdict and reason."""
+    rows = [*table[["low", "high", "margin", "doubt"]].itertuples(index=False)]
+    words = [verdict(*row[:3]) for row in rows]
     return table.assign(verdict=words, reason=[reason_for(word, *row) for word, row in zip(words, rows)])
 
 
@@ -230,11 +240,11 @@ def verdict(low: float, high: float, margin: float) -> str:
     return "SAME" if inside and margin <= WIDEST_SAME else "UNDECIDED"
 
 
-def reason_for(word: str, low: float, high: float, margin: float) -> str:
-    if margin > WIDEST_SAME and word == "UNDECIDED":
-        return f"[{low:.3f}, {high:.3f}] is lost in a noise floor of {margin:.0%}"
+def reason_for(word: str, low: float, high: float, margin: float, doubt: str = "") -> str:
     where = {"FASTER": "above", "SLOWER": "below", "SAME": "inside", "UNDECIDED": "across the edge of"}[word]
-    return f"[{low:.3f}, {high:.3f}] lies {where} 1 +- {margin:.1%}"
+    lost = margin > WIDEST_SAME and word == "UNDECIDED"
+    how = f"is lost in a noise floor of {margin:.0%}" if lost else f"lies {where} 1 +- {margin:.1%}"
+    return f"[{low:.3f}, {high:.3f}] {how}{doubt and f'; {doubt}'}"
 
 
 def disturbances(rounds: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -280,13 +290,15 @@ def withhold_disturbed(table: pd.DataFrame, alone: pd.DataFrame, found: pd.DataF
     return table
 
 
-def withhold_short(table: pd.DataFrame, lasts: pd.Series, pair: float) -> pd.DataFrame:
-    """Timer `call` cannot judge cells that last (s, by row) less than LEAST_EVENT_PAIRS empty event pairs (s each)."""
-    short = (table["timer"] == "call") & ~(lasts >= LEAST_EVENT_PAIRS * pair)
-    each = f"{pair * 1e6:.2f} us each" if pair > 0 else "not timed"
-    why = f"shorter than {LEAST_EVENT_PAIRS} empty event pairs ({each})"
-    table.loc[short, ["verdict", "reason"]] = ["UNDECIDED", why]
-    return table
+def withhold_short(table: pd.DataFrame, faster: pd.Series, pair: float) -> pd.DataFrame:
+    """Timer `call` judges no times of which one, the `faster` (s, by row), is below LEAST_EVENT_PAIRS empty event pairs
+    (s each): what the events add hides the more of a speedup, the shorter the call.
+    """
+    short = (table["timer"] == "call") & ~(faster >= LEAST_EVENT_PAIRS * pair)
+    few = f"less than {LEAST_EVENT_PAIRS} empty event pairs ({1e6 * pair:.2f} us each)"
+    why = [f"the faster takes {1e6 * seconds:.2f} us, {few}" if pair > 0 else NO_PAIR for seconds in faster[short]]
+    table.loc[short, "verdict"], table.loc[short, "reason"] = "UNDECIDED", why
+    return table.assign(short=short)
 
 
 def summarise(comparison: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -294,14 +306,14 @@ def summarise(comparison: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
     low and high are the geometric means of the cells' interval ends (the cells' errors need not be independent, so
     nothing is gained from their number); the verdict follows from them and the group's largest margin. Where cells were
-    disturbed (column of `compare`) it must follow from the others alone too.
+    disturbed or short (columns of `compare`) it must follow from the others alone too.
     """
     rows = []
     for key, group in comparison.groupby(by, sort=False, observed=True):
         mean = _mean(group)
         ends = {"smallest": group["speedup"].min(), "largest": group["speedup"].max(), "cells": len(group)}
-        disturbed = group.get("disturbed", pd.Series(False, group.index)).astype(bool)
-        if disturbed.all() or (disturbed.any() and _mean(group[~disturbed])["verdict"] != mean["verdict"]):
+        withheld = group.reindex(columns=WITHHELD, fill_value=False).astype(bool).any(axis=1)
+        if withheld.all() or (withheld.any() and _mean(group[~withheld])["verdict"] != mean["verdict"]):
             mean["verdict"] = "UNDECIDED"
         rows.append({**dict(zip(by, key)), **mean, **ends})
     return pd.DataFrame(rows, columns=[*by, "speedup", "low", "high", "smallest", "largest", "cells", "verdict"])

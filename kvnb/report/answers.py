@@ -149,7 +149,7 @@ def _by_default(samples: pd.DataFrame) -> pd.DataFrame:
     return samples[samples["policy"] == samples["copy"].map(default)]
 
 
-COMPARED = [*stats.PLACE, "cache", "speedup", "low", "high", "a", "b", "margin", "verdict", "reason"]
+COMPARED = [*stats.PLACE, "cache", "speedup", "low", "high", "a", "b", "margin", "doubt", "verdict", "reason"]
 
 
 def _with_cache(table: pd.DataFrame) -> pd.DataFrame:
@@ -252,11 +252,11 @@ def certainty(run: Run) -> str:
         return "Nothing was timed."
     few = " (not 3: they are too short)" * (workers < 3)
     told = f"In brackets: 95 % intervals, from {count(workers, 'worker')}{few} of up to {count(rounds, 'round')}."
-    margin = max((run.speedups(name, BEST)["margin"].max() for name in dict.fromkeys((run.shipped or OURS, OURS))
-                  if len(run.speedups(name, BEST))), default=0)  # fmt: skip
-    if margin > 0:
-        hidden = f"A noise floor of {margin:,.0%} hides smaller differences."
-        told += f" {hidden if margin > stats.WIDEST_SAME else f'A difference below {margin:.1%} counts as none.'}"
+    rows = pd.concat([run.speedups(name, BEST) for name in (run.shipped or OURS, OURS)])
+    if len(rows):
+        margin, doubt = rows["margin"].max(), "".join(f": {doubt}" for doubt in rows["doubt"].unique() if doubt)
+        hidden, none = "A noise floor of {:,.0%} hides smaller differences", "A difference below {:.1%} counts as none"
+        told += f" {(hidden if margin > stats.WIDEST_SAME else none).format(margin)}{doubt}."
     cells = run.every_cell[run.every_cell["family"].isin([*GROUPS[BEST], "peer"])]
     timed = cells[cells["status"] == "ok"]
     absent = sorted(set(cells.loc[cells["status"] != "unsupported", "copy"]) - set(timed["copy"]))
@@ -438,10 +438,16 @@ def not_ok(run: Run, prefix: str = "") -> pd.DataFrame:
     return table.droplevel(1).reset_index().rename(columns={"first_reason": "first reason"})
 
 
+def noise_floors(run: Run) -> str:
+    """`1.8% (graph, produced), ...`"""
+    told = [f"{row.floor:.1%} ({row.timer}, {row.state}{', of disturbed rounds' * row.disturbed})"
+            for row in stats.noise_floor(run.samples).itertuples()]  # fmt: skip
+    return ", ".join(told) or "not measured"
+
+
 def provenance(run: Run) -> pd.DataFrame:
     """Machine, versions, method and noise of the run: columns what, value."""
     first, done = run.first, run.samples[run.samples["status"] == "ok"]
-    floors = [f"{row.floor:.1%} ({row.timer}, {row.state})" for row in stats.noise_floor(run.samples).itertuples()]
     failed = not_ok(run).groupby("status")["cells"].sum()
     facts = {
         "machine": run.machine,
@@ -450,7 +456,7 @@ def provenance(run: Run) -> pd.DataFrame:
         "kvnb": f"{first['kvnb_commit']}{' with uncommitted changes' if first['dirty'] else ''}",
         "run": f"{first['run_id']}, grid {first['grid']}, {first['utc']}",
         "samples": f"{len(done):,}: {done['worker'].nunique()} workers x up to {done['round'].nunique()} rounds",
-        "noise floor": ", ".join(floors) or "not measured",
+        "noise floor": noise_floors(run),
         "disturbed": disturbances(run.samples),
         "cells without a time": ", ".join(f"{n} {status}" for status, n in failed.items()) or "none",
     }
@@ -622,7 +628,7 @@ def figure_data(figure: str, run: Run, layout: str = "") -> pd.DataFrame:
         return rows_of(run.against(BEST), {name: value for name, value in line.items() if name != "num_kv_heads"})
     any_layout = {name: value for name, value in line.items() if name != "layout"}
     if figure == "latency":
-        table = run.cells(**line).assign(panel="").query("copy != 'limit.event'")
+        table = run.cells(**line).assign(panel="").query("copy != @stats.EVENT")
     elif figure == "limit":
         table = run.cells(**any_layout).query("family != 'limit' and limit_percent.notna()")
         table = table.assign(panel=table["layout"])

@@ -24,7 +24,7 @@ from kvnb.report.words import OURS, cell_name, count, duration, hardware, interv
 
 TIMED = ["timer", "state"]
 CELL = [*CASE_FIELDS, "part", *TIMED, "copy", "policy"]  # what two cells must share
-LAUNCH, MEMCPY, EVENT = "limit.launch", "limit.copy.memcpy", "limit.event"
+LAUNCH, MEMCPY = "limit.launch", "limit.copy.memcpy"
 CLOCK = "{1:,.0f} MHz (9 of 10 samples: {0:,.0f} to {2:,.0f})"
 
 
@@ -129,21 +129,37 @@ class Comparison:
 
         again: kvnb in one run over kvnb.again in the other, both the same code. memcpy: the driver's own copy.
         """
-        columns = {name: stats.noise_floor(side.samples).set_index(TIMED)["floor"] for name, side in self.sides.items()}
-        again, memcpy = [stats.NOISE, stats.NOISE[::-1]] * self.same_code, [(MEMCPY, MEMCPY)] * self.same_memcpy
-        for name, pairs in (("again", again), ("memcpy", memcpy)):
-            reach = [self._reach(*pair) for pair in pairs] or [pd.Series(dtype=float, index=columns["A"].index[:0])]
-            columns[name] = pd.concat(reach).groupby(TIMED).quantile(0.9)
+        columns = dict.fromkeys([*"AB", "again", "memcpy"], pd.Series(dtype=float))
+        columns |= {name: floors["floor"] for name, floors in self._floors.items()}
         known = pd.DataFrame(columns | {"launch": self._gaps().groupby(TIMED).median()}).rename_axis(TIMED)
         asked = pd.MultiIndex.from_tuples({*self.matched[TIMED].itertuples(index=False, name=None)}, names=TIMED)
         return known.reindex(known.index.union(asked))
 
-    def _reach(self, a: str, b: str) -> pd.Series:
-        """How far from 1 the interval of copy `b` in B over copy `a` in A reaches, by timer and state."""
-        names = zip((side.rounds.query("policy == 'skip'") for side in self.sides.values()), (a, b))
-        skip = (run[run["copy"] == name].assign(copy="") for run, name in names)
-        both = speedups(*(stats.undisturbed(run, CELL) for run in skip))
-        return (np.maximum(both["high"], 1 / both["low"]) - 1).set_axis(pd.MultiIndex.from_frame(both[TIMED]))
+    @cached_property
+    def doubts(self) -> pd.Series:
+        """Per timer and state: what `margins` lack, as column doubt of stats.compare says it."""
+        told = pd.Series("", self.margins.index, object, name="doubt")
+        for name, floors in self._floors.items():
+            told[self.margins[name].isna() & (name in self.sides)] += f"; {stats.NO_FLOOR} ({name})"
+            told[floors["disturbed"].reindex(told.index).eq(True)] += f"; {stats.DISTURBED_FLOOR} ({name})"
+        return told.str.removeprefix("; ")
+
+    @cached_property
+    def _floors(self) -> dict[str, pd.DataFrame]:
+        """Those of A, B, again and memcpy that can be known, as stats.noise_floor has them, by timer and state."""
+        floors = {name: stats.noise_floor(side.samples) for name, side in self.sides.items()}
+        if self.same_code:
+            floors["again"] = self._reach(stats.NOISE, stats.NOISE[::-1])
+        if self.same_memcpy:
+            floors["memcpy"] = self._reach((MEMCPY, MEMCPY))
+        return {name: table.set_index(TIMED) for name, table in floors.items()}
+
+    def _reach(self, *pairs: tuple[str, str]) -> pd.DataFrame:
+        """stats.reach of copies across the runs: the one in A, the one in B."""
+        skip = [side.rounds.query("policy == 'skip'") for side in self.sides.values()]
+        named = [[run[run["copy"] == name].assign(copy="") for run, name in zip(skip, pair)] for pair in pairs]
+        used = [[stats.undisturbed(run, CELL) for run in pair] for pair in named]
+        return stats.reach(pd.concat([speedups(*pair) for pair in used]), pd.concat(itertools.chain(*used)))
 
     def _gaps(self) -> pd.Series:
         """By case, timer and state: how many seconds an empty launch takes more or less in B."""
@@ -162,8 +178,9 @@ class Comparison:
         gap = table.join(self._gaps(), on=[*CASE_FIELDS, *TIMED]).join(self.a.launches, on=CELL)
         share = gap["gap"] * gap["launches"] / least * self.agree()
         margin = np.fmax(table.join(floors, on=TIMED)["floor"], share).fillna(0).clip(lower=stats.LEAST_MARGIN)
-        table = self._withhold_disturbed(stats.judged(table.assign(margin=margin, disturbed=False)))
-        pair = table.loc[table["copy"] == EVENT, ["seconds_a", "seconds_b"]].median().max()
+        table = table.join(self.doubts, on=TIMED).assign(margin=margin, disturbed=False)
+        table = self._withhold_disturbed(stats.judged(table))
+        pair = table.loc[table["copy"] == stats.EVENT, ["seconds_a", "seconds_b"]].median().max()
         return stats.withhold_short(table, least, pair)
 
     def _withhold_disturbed(self, table: pd.DataFrame) -> pd.DataFrame:
@@ -199,8 +216,9 @@ class Comparison:
             return "The margin of a comparison begins with this run's noise floors."
         here = self.margins.loc[tuple(self.where[name] for name in TIMED)]
         told = f"Rounds of two runs are not paired, so each side is drawn by itself. The margin ({self.named}) is the "
-        floors = (f"{here[side]:.1%} in {side}" if here[side] >= 0 else f"unknown in {side}" for side in "AB")
-        told += f"largest of 2 %; the noise floors ({', '.join(floors)})"
+        floors = ", ".join(f"{here[side]:.1%} in {side}" for side in "AB" if here[side] >= 0)
+        doubt = self.doubts[tuple(self.where[name] for name in TIMED)]
+        told += f"largest of 2 %; the noise floors ({'; '.join(filter(None, (floors, doubt)))})"
         if not self.agree():
             return f"{told}. Hardware or driver differ: what they do is in the speedups, and in no margin."
         known = {"memcpy": f"{MEMCPY} across the runs ({here['memcpy']:.1%})"}

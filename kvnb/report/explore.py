@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NEEDS = {"altair": "altair", "vl_convert": "vl-convert-python"}  # module: package
 FIELDS = ["shape", "layout", "dtype", "timer", "state"]
-SHOWN = ["latency", "bandwidth", "speedup"]
+SHOWN, BAR = ["latency", "bandwidth", "speedup"], "\x1f"  # between the values of a place: in no name
 BASELINES = (answers.ISSUE, null_block.WIDE, "torch.compile", answers.OURS, "limit.copy")  # after what vLLM ships
 CROSS = "M-.7-1L0-.3L.7-1L1-.7L.3,0L1,.7L.7,1L0,.3L-.7,1L-1,.7L-.3,0L-1-.7Z"
 SHAPES = dict(zip(plots.MARKERS, ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", CROSS)))
@@ -41,6 +41,7 @@ TITLE = (
 FOLLOW = {"place": f"indexof(places, {' + bar + '.join(FIELDS)})", "k": "indexof(baselines, baseline)"}
 RANGE = "' [' + format(datum.{}, '{f}') + ', ' + format(datum.{}, '{f}') + ']'"
 COLUMNS = {
+    "copy": "copies[datum.who]",
     **{name: f"datum['{name}' + k]" for name in ("ratio", "from", "to", "verdict")},
     "value": "show == 'latency' ? datum.us : show == 'bandwidth' ? datum.gbps : datum.ratio",
     "least": "show == 'latency' ? datum.low : show == 'bandwidth' ? datum.gbps * datum.us / datum.high : datum.from",
@@ -72,24 +73,25 @@ def chart(samples: pd.DataFrame | answers.Run) -> LayerChart:
 
     run = samples if isinstance(samples, answers.Run) else _run(samples)
     table, baselines = medians(run)
-    table["place"], places = pd.factorize(table[FIELDS].agg("|".join, axis=1))
+    table["place"], places = pd.factorize(table[FIELDS].agg(BAR.join, axis=1))
     copies = sorted({*zip(table["copy"], table["family"])}, key=lambda copy: (FAMILIES.index(copy[1]), copy[0]))
     known = table.groupby("shape", sort=False)[FIELDS[1:]].agg(lambda held: " or ".join(held.unique()))
-    signals = {"bar": "|", "places": list(places), "baselines": list(map(label, baselines)), "verdicts": stats.VERDICTS}
+    signals = {"bar": BAR, "places": list(places), "baselines": list(map(label, baselines)), "verdicts": stats.VERDICTS}
     signals |= {"shapes": list(known.index), "known": [", ".join(held) for held in known.to_numpy()]}
-    signals |= {"machine": run.title}
+    names = [label(copy) for copy, _ in copies]
+    signals |= {"machine": run.title, "copies": names}
     start = (table if (head := run.cells(**run.line)).empty else head).iloc[0].to_dict()  # the report's headline
     start |= {"shape": _shape(start)}
     selects = {name: (start[name], list(table[name].unique()), name) for name in FIELDS}
     selects |= {"show": (SHOWN[0], SHOWN, "show"), "baseline": (label(baselines[0]), signals["baselines"], "baseline")}
-    selects |= {"standout": ("all", ["all", *(label(copy) for copy, _ in copies)], "highlight")}
+    selects |= {"standout": ("all", ["all", *names], "highlight")}
     params = [alt.param(name=name, value=value) for name, value in signals.items()]
     params += [alt.param(name=name, value=value, bind=alt.binding_select(options=options, name=words))
                for name, (value, options, words) in selects.items()]  # fmt: skip
     params += [alt.param(name=name, expr=words) for name, words in FOLLOW.items()]
     layers = _layers(alt, copies, sorted(table["num_tokens"].unique().tolist()))
     return (
-        alt.layer(*layers, data=_data(alt, table.assign(copy=table["copy"].map(label))))
+        alt.layer(*layers, data=_data(alt, table.assign(who=table["copy"].map(label).map(names.index))))
         .add_params(*params)
         .properties(width=640, height=420, title=alt.Title(alt.ExprRef(TITLE)))
         .configure(font="system-ui, sans-serif", view=alt.ViewConfig(stroke=None))
@@ -141,10 +143,10 @@ def medians(run: answers.Run) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _data(alt: ModuleType, table: pd.DataFrame) -> object:
-    """The rows as tab-separated values, four digits a number: a fifth of what they take as JSON."""
+    """The rows as tab-separated values, four digits a number: a fifth of JSON. No names, so no quotes."""
     columns = [name for name in table if name.rstrip("0123456789") in ("ratio", "from", "to", "verdict")]
-    columns = ["place", "num_tokens", "us", "low", "high", "gbps", *columns]
-    rows = table.sort_values(["place", "copy", "num_tokens"], kind="stable")[["copy", *columns]]
+    columns = ["who", "place", "num_tokens", "us", "low", "high", "gbps", *columns]
+    rows = table.sort_values(["place", "copy", "num_tokens"], kind="stable")[columns]
     text = rows.to_csv(sep="\t", index=False, float_format="%.4g")
     return alt.InlineData(values=text, format=alt.CsvDataFormat(type="tsv", parse=dict.fromkeys(columns, "number")))
 
@@ -204,5 +206,6 @@ def page(run: answers.Run | str | Path, target: Path, links: Iterable[tuple[str,
     del spec["$schema"]  # names an older Vega than the one that comes with it
     values = {"spec": Markup(json.dumps(spec, separators=(",", ":")).replace("<", "\\u003c")), "links": list(links)}
     values["vega"] = Markup(vl_convert.javascript_bundle(vl_version=version))
-    values |= {"run": run, "bytes": plots.BYTES, "grey": plots.COLOURS["limit"]}
+    values |= {"run": run, "bytes": plots.BYTES, "grey": plots.COLOURS["limit"], "stats": stats}
+    values["floors"] = answers.noise_floors(run)
     return files.write(target, "explore.html.j2", **values)

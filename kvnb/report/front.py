@@ -13,9 +13,11 @@ import pandas as pd
 
 from kvnb import paths
 from kvnb.bench import stats
+from kvnb.bench.run import ROUNDS, WORKERS
 from kvnb.copies import REGISTRY
 from kvnb.report import answers, null_block, plots
-from kvnb.report.answers import BEST, ISSUE, OURS, REGIMES, Run, count, interval, label, times
+from kvnb.report.answers import BEST, ISSUE, LAYERS, OURS, REGIMES, Run, count, interval, label, line_name
+from kvnb.report.words import mean
 
 TOKENS = {"decode": "up to 256 tokens", "mixed": "257 to 2,047 tokens", "prefill": "2,048 tokens and more"}
 COMPACT = ("packed", "NHD")  # layouts in README
@@ -35,6 +37,14 @@ LIMITS = (
     "nothing of other boards.",
     f"vllm==X is what that wheel ships; vllm.scalar is {answers.VLLM}, and no verdict on vLLM rests on it.",
 )
+CAPTIONS = {  # what a figure draws; its alt text says what it shows
+    "latency": "Time of one copy of K and V, {shape}, layout {layout}, by number of tokens: a line per copy.",
+    "limit": "Speed of each copy in percent of limit.copy's, {shape}, by number of tokens: a panel per layout.",
+    "heads": f"Speedup of {OURS} over the {BEST} copy, {{heads}}, layout {{layout}}, by KV heads and number of tokens.",
+    "eager": "Time of one copy, {shape}, layout {layout}, by number of tokens: in a CUDA graph, and called eagerly.",
+    "step": f"Time per layer, {{shape}}: with the step done in every call, and with one that {LAYERS} layers share.",
+    "releases": "Time of one copy, 8x128, by vLLM release: a panel per problem, a line per number of tokens.",
+}
 PAGES = {  # what a notebook's page holds
     "01_copies": "what is copied, and how a wrong copy is caught",
     "02_measure": "the run as it was measured",
@@ -133,13 +143,11 @@ def matrix(run: Run, kernel: str, copies: Iterable[str] = (), layouts: Iterable[
 
 
 def _cell(rows: pd.DataFrame) -> Cell:
-    mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
-    spread = f", {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
-    contrary = "FASTER" if mean["verdict"] == "SLOWER" else "SLOWER"
+    told = mean(rows, "case")
+    contrary = "FASTER" if told["verdict"] == "SLOWER" else "SLOWER"
     odd = (rows["verdict"] == contrary).sum()
     but = f"{odd} of {len(rows)} {contrary}" if odd and len(rows) > 1 else ""
-    ends = f"[{times(mean['low'])}, {times(mean['high'])}]"
-    return Cell(times(mean["speedup"]), ends, mean["verdict"], count(len(rows), "case") + spread, but)
+    return Cell(*interval(told).split(" ", 1), told["verdict"], told["spread"], but)
 
 
 def matrices(run: Run) -> list[Matrix]:
@@ -164,6 +172,7 @@ class Picture:
     name: str
     png: bytes
     alt: str
+    caption: str
 
     @property
     def source(self) -> str:
@@ -175,14 +184,20 @@ def pictures(run: Run, releases: Sequence[Run] = (), padded: Sequence[null_block
     asked = [("latency", run, layout) for layout in run.layouts[:2]]
     asked += [("limit", run, ""), *(("heads", run, layout) for layout in run.layouts[:2])]
     asked += [("eager", run, ""), ("step", run, ""), *(("releases", other, "") for other in releases[:1])]
-    told = [Picture(name, plots.png(name, run, layout), answers.alt(name, run, layout))
+    told = [Picture(name, plots.png(name, run, layout), answers.alt(name, run, layout), _caption(name, run, layout))
             for name, run, layout in asked if len(answers.figure_data(name, run, layout))]  # fmt: skip
     for other in padded[:1]:
         shares = null_block.replayed().shares
         for copy in other.main[:1]:
             drawn = plots.png_of(plots.padding(other, copy, shares))
-            told.append(Picture("padding", drawn, null_block.padding_alt(other, copy)))
+            caption = f"Time of {label(copy)} by padded share: a panel per number of tokens, a line per policy."
+            told.append(Picture("padding", drawn, null_block.padding_alt(other, copy), caption))
     return told
+
+
+def _caption(figure: str, run: Run, layout: str) -> str:
+    heads, where = f"heads of {run.line['head_size']}", layout or run.line["layout"]
+    return CAPTIONS[figure].format(shape=line_name(run.line), heads=heads, layout=where)
 
 
 def missing(run: Run) -> list[str]:
@@ -213,14 +228,19 @@ def method(run: Run) -> list[str]:
 
 def commands(run: Run, path: Path) -> list[tuple[str, str]]:
     """(command, what it does) that reproduce the run and its page."""
-    grid, commit, versions = run.first["grid"], run.first["kvnb_commit"], " ".join(map(answers.release, run.releases))
+    commit, versions = run.first["kvnb_commit"], " ".join(map(answers.release, run.releases))
+    done = run.samples[run.samples["status"] == "ok"]
+    asked = f"GRID={run.first['grid']}"
+    for name, usual in (("worker", WORKERS), ("round", ROUNDS)):
+        if (most := done[name].max() + 1) != usual:
+            asked += f" {name.upper()}S={most}"
     fetch = [(f".venv/bin/kvnb releases {versions}", "fetches vLLM's kernels")] if versions else []
     if not path.is_relative_to(paths.RECORDED):
-        return [*fetch, (f"make report GRID={grid}", "measures, and draws this page")]
+        return [*fetch, (f"make report {asked}", "measures, and draws this page")]
     code = "the code that measured, but for changes of its own:" if run.first["dirty"] else "the code that measured:"
     checkout = [] if commit.startswith("tree-") else [(f"git checkout {commit[:7]}", code)]
     draw = (f"make render GPU={path.parent.name}", "draws this page from the run file, without a GPU")
-    return [draw, *checkout, *fetch, (f"make record GRID={grid}", f"measures anew, on {run.machine}")]
+    return [draw, *checkout, *fetch, (f"make record {asked}", f"measures anew, on {run.machine}")]
 
 
 def elsewhere(run: Run, path: Path) -> list[str]:

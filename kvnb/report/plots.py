@@ -37,6 +37,7 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 
 GREYS = ("#111111", "#5f5f5f", "#8c8c8c", "#adadad")  # of batches and block sizes, which have no family
 BARS = "bars: 95 % intervals"
 GREYED = "light grey: in no case the fastest PyTorch copy (timer {})"
+LIMIT = "limit.copy: in each case the faster of limit.copy and limit.copy.memcpy"
 DEPENDENT = "limit.copy is launched plainly; the floor of kvnb.dependent is limit.launch.dependent"
 OCCUR = (
     f"shaded: shares that rounding a decode batch up to this size leaves in {null_block.USUALLY:.0%} of steps; "
@@ -190,7 +191,8 @@ def lines(rows: pd.DataFrame, column: str, grey: set[str] = frozenset(), told: s
     tall, gap = max(3.8 if len(panels) == 1 else 1.3, 0.16 * copies), 0.56
     in_us, names = column == "seconds", {*rows["copy"]}
     notes = [told * bool(grey & names), BARS * bool(rows["low"].notna().any()) if in_us else BYTES]
-    notes.append(DEPENDENT * ("kvnb.dependent" in names and ("limit.copy" in names or not in_us)))
+    if "limit.copy" in names or not in_us:
+        notes += [LIMIT, DEPENDENT * ("kvnb.dependent" in names)]
     foot = 0.55 + 0.14 * len([*filter(None, notes)])
     head = 0.8 if all(panels) or not in_us else 0.65
     height = head + len(panels) * (tall + gap) - gap + foot

@@ -65,15 +65,20 @@ def neither(row: dict | pd.Series) -> str:
     return f" ({row['verdict']})" if row["verdict"] in ("SAME", "UNDECIDED") else ""
 
 
-def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
-    """Geometric mean of speedups: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
+def mean(rows: pd.DataFrame, noun: str = "cell") -> pd.Series:
+    """stats.summarise of all `rows`, and `spread`, what it is a mean of: `9 cells from 0.60 to 3.10, 1 disturbed`."""
     mean = stats.summarise(rows.assign(all=""), ["all"]).iloc[0]
-    told = f"{interval(mean)} {mean['verdict']}"
-    spread = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
-    lost = (rows["verdict"] == "SLOWER").sum()
-    disturbed = int(rows.get("disturbed", pd.Series(dtype=bool)).sum())
-    flags = f"{f', {lost} SLOWER' if lost else ''}{f', {disturbed} disturbed' if disturbed else ''}"
-    return f"{told} ({count(len(rows), 'cell')}{spread}{flags})" if cells else told
+    ends = f" from {times(mean['smallest'])} to {times(mean['largest'])}" if len(rows) > 1 else ""
+    counts = rows.reindex(columns=stats.WITHHELD, fill_value=False).sum()
+    withheld = "".join(f", {n} {why}" for why, n in counts.items() if n)
+    return pd.concat([mean, pd.Series({"spread": count(len(rows), noun) + ends + withheld})])
+
+
+def speedup(rows: pd.DataFrame, cells: bool = True) -> str:
+    """A mean in words: `2.10 [2.05, 2.15] FASTER (9 cells from 0.60 to 3.10, 2 SLOWER)`."""
+    told, lost = mean(rows), (rows["verdict"] == "SLOWER").sum()
+    of = f" ({told['spread']}{f', {lost} SLOWER' if lost else ''})" if cells else ""
+    return f"{interval(told)} {told['verdict']}{of}"
 
 
 def disturbances(samples: pd.DataFrame) -> str:

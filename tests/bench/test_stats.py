@@ -133,6 +133,7 @@ def test_without_a_noise_copy_the_least_margin_stands():
     assert len(stats.noise_floor(samples)) == 0
     [row] = stats.compare(samples, "kvnb", "torch.index_put").to_dict("records")
     assert (row["margin"], row["verdict"]) == (0.02, "FASTER")
+    assert row["reason"].endswith(f" lies above 1 +- 2.0%; {stats.NO_FLOOR}")
 
 
 # --------------------------------------------------------------------------------------------------- rounds and workers
@@ -287,21 +288,24 @@ def test_only_cells_of_the_same_place_are_compared():
     assert len(stats.compare(samples, "kvnb", "torch.index_put")) == 0
 
 
-@pytest.mark.parametrize(("pair", "word"), [(0.9e-6, "FASTER"), (2e-6, "UNDECIDED")])
+@pytest.mark.parametrize(("pair", "word"), [(0.9e-6, "FASTER"), (1.5e-6, "UNDECIDED")])
 def test_call_gives_no_verdict_near_an_empty_event_pair(pair, word):
-    """A copy of 3 us: three pairs of 0.9 us fit into it, three of 2 us do not."""
+    """Copies of 3 and 9 us: three pairs of 0.9 us fit into either, three of 1.5 us only into the slower."""
     cells = [timed("kvnb", 3e-6), timed("torch.index_put", 9e-6), timed("limit.event", pair)]
     samples = run(*(cell.assign(timer="call") for cell in cells), timed("kvnb", 3e-6), timed("torch.index_put", 9e-6))
     table = stats.compare(samples, "kvnb", "torch.index_put").set_index("timer")
     assert table.loc["call", "verdict"] == word
     assert table.loc["graph", "verdict"] == "FASTER"
-    assert ("shorter than 3 empty event pairs" in table.loc["call", "reason"]) == (word == "UNDECIDED")
+    short = "the faster takes 3.00 us, less than 3 empty event pairs (1.50 us each)"
+    assert (table.loc["call", "reason"] == short) == (word == "UNDECIDED")
+    [mean] = stats.summarise(table.query("timer == 'call'"), ["regime"])["verdict"]
+    assert mean == word
 
 
 def test_call_without_a_measured_event_pair_gives_no_verdict():
     samples = run(timed("kvnb", timer="call"), timed("torch.index_put", 2e-4, timer="call"))
     [row] = stats.compare(samples, "kvnb", "torch.index_put").to_dict("records")
-    assert (row["verdict"], row["reason"]) == ("UNDECIDED", "shorter than 3 empty event pairs (not timed)")
+    assert (row["verdict"], row["reason"]) == ("UNDECIDED", stats.NO_PAIR)
 
 
 # ---------------------------------------------------------------------------------------------------------- disturbed
@@ -425,9 +429,14 @@ def test_disturbed_rounds_set_no_margin(slow, flagged, hidden):
 
 
 def test_a_floor_of_disturbed_rounds_only_is_better_than_none():
+    """And is announced where it sets a margin."""
     quiet, loud = noise(), noise(spread=0.2, timer="eager", throttled=CAP)
-    floors = stats.noise_floor(run(quiet, loud)).set_index("timer")["floor"]
-    assert floors["graph"] < 0.01 < 0.02 < floors["eager"]
+    samples = run(quiet, loud, *(timed(copy, 9e-4, timer=timer) for copy in "ab" for timer in ("graph", "eager")))
+    floors = stats.noise_floor(samples).set_index("timer")
+    assert floors.loc["graph", "floor"] < 0.01 < 0.02 < floors.loc["eager", "floor"]
+    assert floors["disturbed"].to_dict() == {"graph": False, "eager": True}
+    reason = stats.compare(samples, "a", "b").set_index("timer")["reason"]
+    assert reason["eager"].endswith(f"; {stats.DISTURBED_FLOOR}") and "noise floor is" not in reason["graph"]
 
 
 def test_a_mean_must_follow_from_undisturbed_cells_too():

@@ -160,7 +160,8 @@ def test_short_calls_are_not_judged(against, first):
     cells = against(rerun(base, moved, copy_version="1"), base).cells
     short = cells[cells["copy"] == "kvnb"].nsmallest(1, "seconds_a").iloc[0]
     assert short["verdict"] == "UNDECIDED"
-    assert re.fullmatch(r"shorter than 3 empty event pairs \(0\.7\d us each\)", short["reason"])
+    told = rf"the faster takes {1e6 * short['seconds_b']:.2f} us, less than 3 empty event pairs \(0\.7\d us each\)"
+    assert re.fullmatch(told, short["reason"])
     assert cells[cells["copy"] == "torch.index_put"].nlargest(1, "seconds_a")["verdict"].item() == "FASTER"
 
 
@@ -168,8 +169,19 @@ def test_short_calls_are_not_judged(against, first):
 def test_a_run_without_controls_is_compared_and_says_what_is_not_known(against, first, lacking):
     few = first[~first["copy"].isin(lacking)]
     compared = against(rerun(few), few)
-    assert "unknown in A, unknown in B" in compared.caution() and "nan" not in compared.caution()
+    unknown = f"{stats.NO_FLOOR} (A); {stats.NO_FLOOR} (B)"
+    assert f"the noise floors ({unknown})" in compared.caution() and "nan" not in compared.caution()
     assert (compared.cells["margin"] >= stats.LEAST_MARGIN).all()
+    assert of(compared.cells, "triton")["reason"].str.endswith(f" 1 +- 2.0%; {unknown}").all()
+
+
+def test_a_margin_from_disturbed_rounds_says_so(against, first):
+    kept = first["copy"].isin(["kvnb", "kvnb.again", "triton"])
+    base, loud = first[kept], np.where(first[kept]["copy"] == "triton", "", "cap")
+    compared = against(rerun(base, throttled=loud), base)
+    doubt = f"{stats.DISTURBED_FLOOR} (B); {stats.DISTURBED_FLOOR} (again)"
+    assert doubt in compared.caution()
+    assert of(compared.cells, "triton")["reason"].str.endswith(f"; {doubt}").all()
 
 
 # -- what is said

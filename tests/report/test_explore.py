@@ -29,7 +29,8 @@ def spec(gpu):
 def carried(spec):
     """The rows that a chart carries, with their places' values."""
     rows = pd.read_csv(io.StringIO(spec["datasets"][spec["data"]["name"]]), sep="\t")
-    places = [place.split("|") for place in params(spec)["places"]["value"]]
+    places = [place.split(explore.BAR) for place in params(spec)["places"]["value"]]
+    rows["copy"] = np.array(params(spec)["copies"]["value"], object)[rows["who"]]
     return rows.join(pd.DataFrame(places, columns=explore.FIELDS), on="place")
 
 

@@ -33,7 +33,7 @@ def test_a_cell_is_the_mean_of_a_kernels_speedups(gpu, kernel):
     table, speedups = front.matrix(gpu, kernel), medians(gpu, kernel, "torch.index_put")
     cell = cell_of(table, "packed", "decode", "torch.index_put")
     assert cell.speedup == f"{np.exp(np.log(speedups).mean()):.2f}"
-    assert cell.spread == f"6 cases, {speedups.min():.2f} to {speedups.max():.2f}"
+    assert cell.spread == f"6 cases from {speedups.min():.2f} to {speedups.max():.2f}"
     low, high = map(float, cell.ends.strip("[]").split(","))
     assert low <= float(cell.speedup) <= high and (cell.verdict, cell.but, cell.colour) == ("FASTER", "", "faster")
     assert cell.text == f"{cell.speedup} {cell.ends} FASTER"
@@ -110,9 +110,12 @@ def test_a_page_says_how_its_run_is_made_again(gpu, old, tmp_path, monkeypatch):
     commit = gpu.first["kvnb_commit"][:7]
     asked = [command for command, _ in front.commands(gpu, recorded)]
     assert asked == [
-        "make render GPU=h200", f"git checkout {commit}", ".venv/bin/kvnb releases 0.33.0", "make record GRID=full",
+        "make render GPU=h200", f"git checkout {commit}", ".venv/bin/kvnb releases 0.33.0",
+        "make record GRID=full ROUNDS=5",
     ]  # fmt: skip
-    assert [command for command, _ in front.commands(old, local)] == ["make report GRID=full"]
+    assert [command for command, _ in front.commands(old, local)] == ["make report GRID=full ROUNDS=5"]
+    usual = answers.Run(gpu.samples.assign(round=gpu.samples["round"] * 2 + 1))  # 10 rounds, of 3 workers
+    assert front.commands(usual, recorded)[-1][0] == "make record GRID=full"
 
 
 def test_method_is_five_lines_with_the_runs_numbers(gpu, cpu):

@@ -18,7 +18,7 @@ from kvnb.bench import results
 from kvnb.report import answers, front, pages
 from kvnb.report.execute import Outcome
 
-EVIL = "<script>alert(1)</script><img src='http://example.com/x.png'>"
+EVIL = "<script>alert(1)</script><img src='http://example.com/x.png'>\" onload=alert(2) </style>{{ 7 + 7 }}{% raw %}"
 MACHINE = ("gpu", "cpu", "torch", "driver", "cuda", "triton", "python", "gpu_uuid", "run_id", "kvnb_commit")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 UNSHOWN = ("image/svg+xml", "application/javascript", "text/latex", "text/vnd.mermaid", "application/x-foreign")
@@ -149,6 +149,7 @@ def evil(tmp_path_factory, gpu):
     hostile["gpu"] += "\n\n[b]: /elsewhere\n\n"
     few = gpu.samples["layout"].eq("packed") & gpu.samples["num_kv_heads"].eq(8)
     samples = gpu.samples[few].assign(**hostile)
+    samples["state"] = samples["state"].mask(samples["timer"].eq("eager"), f"state {EVIL}|bar")
     samples.loc[samples["copy"].eq("triton"), "copy"] = f"mine {EVIL}"
     path = results.save(samples, folder / "evil.parquet")
     run = answers.load(path)
@@ -166,7 +167,7 @@ def test_what_a_run_file_says_is_escaped(evil):
     for name in ("index", "03_compare"):
         page = Page(evil / f"{name}.html")
         is_safe(page)
-        assert page.text.count("<script>alert(1)</script>") >= 5
+        assert " ".join(page.text.split()).count(EVIL) >= 5
         assert not [link for link in page.all("a") if "example.com" in link["href"]]
     summary = (evil / "summary.md").read_text()
     assert "cpu &lt;script>" in summary or "gpu &lt;script>" in summary
@@ -187,16 +188,20 @@ def test_a_browser_runs_and_fetches_nothing_of_it(evil):
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = chromium.new_context(bypass_csp=True).new_page()
-        asked, alerts = [], []
+        asked, alerts, errors = [], [], []
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
         opened = [(evil / f"{name}.html").as_uri() for name in ("index", "03_compare", "explore")]
         for address in opened:
             page.goto(address)
         page.locator("#body tr").first.wait_for(state="attached")
-        assert "<script>alert(1)</script>" in page.locator("#body").text_content()
+        assert EVIL in page.locator("#body").text_content()
+        page.locator("select[name=timer]").select_option("eager")  # which moves the state
+        page.wait_for_selector("#chart[aria-busy=false]")
+        assert f"state is now state {EVIL}|bar" in page.locator("#moved").text_content()
         assert [url for url in asked if not url.startswith("data:")] == opened
-        assert alerts == []
+        assert (alerts, errors) == ([], [])
         chromium.close()
 
 
@@ -237,6 +242,9 @@ def test_the_figures_that_matter_are_small_and_described(site, notebook, padding
     assert all(len(base64.b64decode(picture["src"].partition(",")[2])) <= 60_000 for picture in drawn)
     alts = [picture["alt"] for picture in drawn]
     assert alts[:2] == [answers.alt("latency", run, layout) for layout in ("packed", "NHD")]
+    captions = re.findall(r"<figcaption>(.+?)</figcaption></figure>", index.read_text())
+    assert len(captions) == len(set(captions)) == len(drawn) and all(told.count(". ") == 0 for told in captions)
+    assert captions[0] == "Time of one copy of K and V, 8x128, layout packed, by number of tokens: a line per copy."
     assert any(alt.startswith("Line charts. Time of vllm==0.33.0") for alt in alts)
     assert answers.release_headline(by_release) in " ".join(page.text.split())
     assert len([link for link in page.all("a") if link["href"].endswith(".parquet")]) == 3

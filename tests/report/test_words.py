@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvnb.bench import stats
 from kvnb.report import answers, words
 from kvnb.report.compare import CELL
 
@@ -43,6 +44,16 @@ def test_what_nvml_did_not_say_is_said(gpu):
 def test_where_every_cell_failed_after_it_was_timed_nothing_is_known(gpu):
     failed = gpu.samples.drop_duplicates(CELL).assign(status="error")
     assert words.disturbances(pd.concat([gpu.samples, failed])) == "not known"
+
+
+def test_a_margin_without_a_sound_noise_floor_says_so(gpu):
+    kernels = gpu.samples["copy"].isin(stats.NOISE)
+    unknown = answers.Run(gpu.samples[gpu.samples["copy"] != stats.NOISE[0]])
+    assert f"A difference below 2.0% counts as none: {stats.NO_FLOOR}." in answers.certainty(unknown)
+    loud = told(gpu, throttled=np.where(kernels, CAP, ""))
+    assert f" counts as none: {stats.DISTURBED_FLOOR}." in answers.certainty(loud)
+    assert "% (graph, produced, of disturbed rounds)" in answers.noise_floors(loud)
+    assert answers.certainty(gpu).endswith(" counts as none.") and "disturbed" not in answers.noise_floors(gpu)
 
 
 @pytest.mark.parametrize("reason", [CAP, OTHER])
