@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvnb import machine, paths
 from kvnb.bench import counters, results, stats, timing, witness
-from kvnb.bench.witness import ALIKE, COLUMNS, LEFT, LOOP, OF_CELLS, WITHIN
+from kvnb.bench.witness import ALIKE, COLUMNS, FROM, LEFT, LOOP, OF_CELLS, WITHIN
 
 CLAIMS = {
     "noise floor": f"a copy against itself, under another name, differs by at most {stats.WIDEST_SAME:.0%}",
@@ -75,6 +75,13 @@ def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
     """The rows of a claim as a notebook shows them: units in the cells, empty columns left out."""
     read = pd.DataFrame(map(_read, rows[rows["claim"] == claim].to_dict("records")))
     return read.loc[:, (read != "").any()]
+
+
+def watching(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per copy and timer, what it costs a call of FROM and more that the profiler watches: median, and the most."""
+    long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)]
+    cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"])
+    return cost.map("{:+.1%}".format).agg(", at most ".join, axis=1).unstack("timer").fillna("").reset_index()
 
 
 def _read(at: dict) -> dict:

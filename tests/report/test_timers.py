@@ -35,6 +35,18 @@ def test_cells_are_shown_with_units_and_without_empty_columns():
     assert timers.shown(rows, "nvbench").empty
 
 
+def test_what_watching_costs_is_told_of_calls_that_are_judged():
+    costs = [("a", "graph", 22, 20), ("a", "graph", 12.1, 11), ("a", "graph", 33, 20), ("a", "graph", 9, 5),
+             ("b", "call", 19, 20)]  # fmt: skip
+    rows = witness.table([row("watching", ours * US, theirs * US, copy=copy, timer=timer)
+                          for copy, timer, ours, theirs in costs])  # fmt: skip
+    assert timers.watching(rows).to_dict("records") == [
+        {"copy": "a", "call": "", "graph": "+10.0%, at most +65.0%"},
+        {"copy": "b", "call": "-5.0%, at most -5.0%", "graph": ""},
+    ]
+    assert timers.watching(rows[:0]).empty
+
+
 def test_a_record_is_found_again_by_its_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(witness, "CASES", ())  # nothing but the row that nvbench is not here
     monkeypatch.setattr(timers.paths, "RECORDED", tmp_path)
