@@ -177,6 +177,7 @@ def test_what_is_no_copy_is_refused():
             "source qkv",
         ),
         ("torch.compile", CASE, "filter", "wall", "cpu", "policy filter is not one of its policies"),
+        ("torch.compile", Case(256, cache_bytes=64 << 30), "null_slot", "graph", "cuda", "shown up to 16 GiB"),
         ("torch.compile_view", CASE, "null_slot", "wall", "cpu", "shown once, in: 256 tokens"),
         ("limit.copy", Case(1, 1, 1, cache_bytes=1 << 22), "skip", "graph", "cuda", "multiple of 16 bytes"),
     ],
