@@ -20,8 +20,8 @@ RECOMPILE_LIMIT = (
 # Inductor writes two tilings of such a kernel, 8 and 2 elements a thread, and keeps the one that is faster in its own
 # timing of the first call, which can go either way (pointwise, torch/_inductor/runtime/triton_heuristics.py, v2.11.0).
 FIRST_TILING = {"triton.autotune_pointwise": False}
-# For that timing it clones the caches, which the kernel changes, before every call; where memory has no room for clones,
-# it puts them back from the host's (copy_args_to_cpu_if_needed, same file), which takes minutes for a graph.
+# For that timing it clones the caches, which are changed, before every call; where memory has no room for clones,
+# it puts them back from the host (copy_args_to_cpu_if_needed, same file): minutes for a graph.
 LARGEST_CLONED = 16 * GIB
 TRAP = Case(256, cache_bytes=256 * MIB)  # compile_view is shown in this problem only, whatever the cache's size
 
