@@ -175,8 +175,8 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 #endif
 }
 
-// First thing in every kernel. One launched dependently by this one must griddepcontrol.wait before it touches what this
-// kernel, or any before it, reads or writes.
+// In every kernel before it reads or writes memory. A kernel that one launched dependently lets in must griddepcontrol.wait
+// before it touches what that one, or any before it, reads or writes.
 template <Launch kLaunch>
 __device__ __forceinline__ void begin() {
   if constexpr (kLaunch == Launch::kDependent) let_next_kernel_launch();
@@ -282,7 +282,8 @@ __global__ void __launch_bounds__(kBlock<1, kLaunch>) compact_kernel(const __gri
   store_if(written, to + plan.value_cache, value);
 }
 
-// Everything else: narrow vectors, heads of the source apart, K and V heads of different sizes, 2^31 slots and more.
+// Everything else: narrow vectors, heads of the source apart where the compact kernel cannot serve them, K and V heads of
+// different sizes, strides beyond 32 bits, 2^31 slots and more.
 struct GeneralPlan {
   Rows key;
   Rows value;

@@ -1,13 +1,15 @@
 """csrc/kvnb_copy.cu run by the CPU, one thread after another: its arithmetic, where no GPU is.
 
-Only its loads, stores and hints are replaced: they are PTX. What needs a GPU (the order of loads, capture, streams) is
-in test_compile_sources.py and test_op.py.
+Only its PTX is replaced: loads, stores, hints and griddepcontrol, which is noted. What needs a GPU (the order of loads,
+capture, streams) is in test_compile_sources.py and test_op.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,6 +25,13 @@ from kvnb.problem.case import LAYOUTS, SLOT_PATTERNS, SOURCES, Case
 
 LINE = 48  # bytes of parameters that one line of constants holds, and the compact kernel has
 APART = 56  # and that it has where the source's heads lie apart
+FAST, GENERAL = 120, 192  # and the others have
+H200 = (270_336, 60 << 20)  # threads that it holds, and bytes in its L2
+LAUNCHES = {  # what the launch allows, what its threads ask for
+    "plain": (0, b""),
+    "dependent": (1, b"launch_dependents wait "),
+    "late": (1, b"wait launch_dependents "),
+}
 PLAIN = """
 template <typename T>
 T load(const T* from) { return *from; }
@@ -63,7 +72,7 @@ def rows_of(source: torch.Tensor, cache: torch.Tensor) -> Rows:
     return Rows(source.data_ptr(), *strides(source), cache.data_ptr(), *strides(cache), size * source.size(2))
 
 
-@pytest.fixture(scope="module", params=[(1, 1 << 30), (270_336, 60 << 20)], ids=["four pairs", "as an H200"])
+@pytest.fixture(scope="module", params=[(1, 1 << 30), H200], ids=["four pairs", "as an H200"])
 def library(request, tmp_path_factory) -> ctypes.CDLL:
     """The kernel for a GPU that holds so many threads, and so many bytes in its L2."""
     folder, (threads, l2_bytes) = tmp_path_factory.mktemp("host"), request.param
@@ -71,16 +80,23 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     before, ptx, after = source.partition("#define KVNB_ACCESS")
     ptx, mark, after = after.partition("// What the tuned kernel needs.")
     assert ptx and mark
+    after, noted = re.subn(r'asm volatile\("griddepcontrol\.(\w+);".*?\)', r'griddepcontrol += "\1 "', after)
+    assert noted == 2
     (folder / "kvnb_copy.cpp").write_text(before + PLAIN + mark + after)
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-gnu-unique"]  # what is static is each library's own
-    flags += [f"-DHOST_THREADS={threads}", f"-DHOST_L2={l2_bytes}"]
+    flags += ["-D__CUDA_ARCH__=900", f"-DHOST_THREADS={threads}", f"-DHOST_L2={l2_bytes}"]
     places = [f"-I{Path(__file__).with_name('host')}", f"-I{paths.CSRC}", "-o", folder / "host.so"]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, *places, folder / "kvnb_copy.cpp"], check=True)
     loaded = ctypes.CDLL(str(folder / "host.so"))
     loaded.four = threads == 1
     loaded.launches = []
+    loaded.last_griddepcontrol.restype = ctypes.c_char_p
     return loaded
+
+
+def last_launch(library: ctypes.CDLL) -> tuple[int, bytes]:
+    return library.last_overlaps(), library.last_griddepcontrol()
 
 
 def on_host(library: ctypes.CDLL, slots_dtype: torch.dtype, dependent: bool) -> Copy:
@@ -98,7 +114,7 @@ def on_host(library: ctypes.CDLL, slots_dtype: torch.dtype, dependent: bool) -> 
                     case.block_size, case.num_slots, key.element_size(),
                 )  # fmt: skip
                 assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(dependent), None) == 0
-                library.launches.append((len(slots), library.last_threads(), library.last_plan()))
+                library.launches.append((len(slots), library.last_threads(), library.last_plan(), last_launch(library)))
 
             return write
 
@@ -136,11 +152,12 @@ HEADS_APART = Case(21, 4, 64, cache_bytes=1 << 20, source="transposed")
 def test_any_case_is_copied_bit_for_bit(library, case, slots_dtype, dependent):
     library.launches.clear()
     check(on_host(library, slots_dtype, dependent), case, "cpu")
+    assert {launch for *_, launch in library.launches} == {LAUNCHES["dependent" if dependent else "plain"]}
     if case.head_size != case.value_head_size or case.head_size % 8:
         return
     vectors = case.num_kv_heads * case.head_size * 2 // 16
     powers = all(n & (n - 1) == 0 for n in (case.num_kv_heads, case.head_size, case.block_size))
-    for tokens, threads, plan in library.launches:
+    for tokens, threads, plan, _ in library.launches:
         apart = case.source == "transposed" and case.num_kv_heads > 1 and tokens > 1
         four = library.four and vectors >= 16 and vectors % 4 == 0 and not apart
         each = 4 if four else 1
@@ -177,3 +194,84 @@ def test_k_and_v_may_lie_differently(library, apart):
     assert torch.equal(key_cache, expected[0])
     assert torch.equal(value_cache, expected[1])
     assert value_cache._base.count_nonzero() == value_cache.count_nonzero()  # nothing between the rows
+
+
+@pytest.mark.parametrize("library", [H200], indirect=True, ids=["as an H200"])
+@pytest.mark.parametrize(
+    ("row", "tokens", "dependent", "launch", "kernel", "block"),
+    [
+        (16, 24_576, True, "dependent", "compact", 256),  # 1/11 of a wave
+        (16, 24_577, True, "late", "compact", 256),
+        (16, 24_577, False, "plain", "compact", 128),
+        (48, 8_193, True, "late", "fast", 256),
+        (1, 24_577, True, "late", "general", 256),
+        (16, 108_134, True, "late", "compact", 256),  # 2/5
+        (16, 108_135, True, "dependent", "compact", 256),
+        (256, 16_896, False, "plain", "compact", 128),  # one wave
+        (256, 16_897, False, "plain", "four", 128),
+        (256, 16_897, True, "dependent", "compact", 256),
+        (256, 24_288, True, "dependent", "compact", 256),  # 23/16
+        (256, 24_289, True, "dependent", "four", 128),
+        (256, 34_560, False, "plain", "four", 128),  # 9/16 of L2, sources and rows
+        (256, 34_561, False, "plain", "compact", 128),
+        (256, 34_561, True, "dependent", "compact", 256),
+    ],
+)
+def test_how_much_is_copied_decides_how(library, row, tokens, dependent, launch, kernel, block):
+    fresh = torch.randint(1, 256, (2, tokens, 1, row), dtype=torch.uint8)
+    caches = torch.zeros(2, tokens, 1, 1, row, dtype=torch.uint8)
+    slots = torch.arange(tokens).flip(0)
+    problem = Problem(*map(rows_of, fresh, caches), slots.data_ptr(), True, tokens, 1, 1, tokens, 1)
+    assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(dependent), None) == 0
+    assert torch.equal(caches[:, :, 0].flip(1), fresh)
+    assert last_launch(library) == LAUNCHES[launch]
+    assert library.last_block() == block
+    working = tokens * max(row // 16, 1) // (4 if kernel == "four" else 1)
+    assert library.last_threads() == -(-working // block) * block
+    assert library.last_plan() == {"compact": LINE, "general": GENERAL}.get(kernel, FAST)
+
+
+GIB = 1 << 30
+NEAR = {"source": 0, "token": 256, "source head": 32, "cache": 4096, "slot": 256, "head": 32}
+FAR = {  # what does not fit the numbers of a tuned kernel; of 16-byte vectors, 64 GiB hold 2^32
+    "sources": {"source": 64 * GIB},
+    "tokens": {"token": 64 * GIB},
+    "tokens, 24 bits": {"token": GIB // 4},
+    "heads of the source": {"source head": 64 * GIB},
+    "caches": {"cache": 64 * GIB},
+    "blocks": {"block": 64 * GIB + 512},
+    "blocks inside slots": {"block": 256, "slot": 512},
+    "slots": {"slot": 64 * GIB},
+    "heads": {"head": 64 * GIB},
+    "heads, all together": {"head": 32 * GIB},
+    "2^31 slots": {"block size": 3, "block": 1024, "blocks": 2**31 // 3 + 2},
+    "2^32 slots": {"blocks": 2**31 + 2},
+}
+
+
+@pytest.mark.parametrize("library", [H200], indirect=True, ids=["as an H200"])
+@pytest.mark.parametrize("sides", ["K and V", "K", "V"])
+@pytest.mark.parametrize("far", FAR)
+def test_what_lies_far_apart_is_copied_too(library, far, sides):
+    """4 heads of 32 bytes. K and V lie side by side, in memory of which only the pages that are touched exist."""
+    try:
+        mapped = mmap.mmap(-1, 1280 * GIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    except OSError as error:
+        pytest.skip(f"needs 1280 GiB of address space, empty: {error}")
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    blocks, block_size = FAR[far].get("blocks", 2), FAR[far].get("block size", 2)
+    slots = torch.tensor([blocks * block_size - 1, 0, 2])
+    copies = []
+    for side, begin in (("K", 0), ("V", 128)):
+        at = NEAR | (FAR[far] if side in sides else {})
+        source = memory.as_strided((3, 4, 32), (at["token"], at["source head"], 1), begin + at["source"])
+        strides = at.get("block", block_size * at["slot"]), at["slot"], at["head"], 1
+        cache = memory.as_strided((blocks, block_size, 4, 32), strides, begin + at["cache"])
+        copies.append((source.random_(1, 256), cache))
+    problem = Problem(
+        *(rows_of(*copy) for copy in copies), slots.data_ptr(), True, 3, 4, block_size, blocks * block_size, 1
+    )
+    assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(False), None) == 0
+    for source, cache in copies:
+        for slot, rows in zip(slots.tolist(), source, strict=True):
+            assert torch.equal(cache[slot // block_size, slot % block_size], rows)

@@ -5,11 +5,17 @@ Every test of the CPU op runs on the CUDA ops too, where there is a GPU.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
+from programs import python_path
 from test_op_properties import ARGUMENTS, CUDA_OPS, by_loop, named, refused
+
+from kvnb import paths
 
 
 @pytest.fixture(scope="session", params=[("copy", "cpu"), *CUDA_OPS], ids="-".join)
@@ -218,7 +224,56 @@ def test_one_cache_for_keys_and_values_is_refused(op, on):
     call |= {"value": call["key"].clone(), "value_cache": call["key_cache"]}
     message = refused(op, call)
     assert message.startswith("value_cache is Float [6, 4, 3, 8]")
-    assert message.endswith("must lie apart from key_cache, which begins at the same byte")
+    assert "must share no memory with key_cache, which begins 0 bytes earlier: lie apart" in message
+
+
+@pytest.mark.parametrize(
+    ("buffer", "cut", "begins"),
+    [
+        ((7, 4, 3, 8), lambda t: (t[:6], t[1:]), "384 bytes earlier"),
+        ((7, 4, 3, 8), lambda t: (t[1:], t[:6]), "384 bytes later"),
+        ((6, 4, 3, 9), lambda t: (t[..., :8], t[..., 1:]), "4 bytes earlier"),
+        ((6, 5, 3, 8), lambda t: (t[:, :4], t[:, 1:]), "96 bytes earlier"),
+        ((12, 4, 3, 8), lambda t: (t[:6], t[1::2]), "384 bytes earlier"),
+    ],
+    ids=["a block on", "a block before", "an element on", "a slot on", "other strides"],
+)
+def test_caches_that_share_memory_are_refused(op, on, buffer, cut, begins):
+    call = arguments(on)
+    key_cache, value_cache = cut(torch.zeros(buffer, device=on))
+    call |= {"value": call["key"].clone(), "key_cache": key_cache, "value_cache": value_cache}
+    message = refused(op, call)
+    assert message.startswith("value_cache is Float [6, 4, 3, 8]")
+    assert f"must share no memory with key_cache, which begins {begins}" in message
+
+
+@pytest.mark.parametrize(
+    ("buffer", "cut"),
+    [
+        ((6, 4, 3, 12), lambda t: t.split([8, 4], -1)),
+        ((6, 3, 4, 12), lambda t: t.transpose(1, 2).split([4, 8], -1)[::-1]),
+        ((6, 2, 4, 3, 8), lambda t: (t[:, 0], t[:, 1, ..., :4])),
+        ((6, 5, 2, 3, 4, 8), lambda t: (t[:, 2, 1].transpose(1, 2), t[:, 2, 0].transpose(1, 2)[..., 4:])),
+        ((6, 4, 6, 8), lambda t: (t[:, :, ::2], t[:, :, 1::2, :4])),
+        ((6, 144), lambda t: (t[:, :96].view(6, 4, 3, 8), t[:, 96:].view(6, 3, 4, 4).transpose(1, 2))),
+    ],
+    ids=["in rows", "in rows, V first", "in pages", "in pages of a layer", "in heads", "in pages, V transposed"],
+)
+def test_caches_that_take_turns_in_one_buffer_are_copied(op, on, buffer, cut):
+    call = arguments(on)
+    call["key_cache"], call["value_cache"] = cut(torch.zeros(buffer, device=on))
+    expected = copied(call)
+    op(**call)
+    assert_caches(call, expected)
+
+
+@pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("argument", ["key", "value", "slot_mapping"])
+def test_what_is_read_may_not_lie_in_a_cache(op, on, argument, cache):
+    call = arguments(on)
+    rows = call[cache].view(-1).view(call[argument].dtype)
+    call[argument] = rows[-call[argument].numel() :].view(call[argument].shape)
+    assert refused(op, call).endswith(f"must lie apart from {cache}, which is written")
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
@@ -256,6 +311,46 @@ def test_a_captured_graph_replays_with_new_contents(cuda_op):
         call[name].copy_(fresh[name])
     graph.replay()
     assert_caches(call, copied(fresh))
+
+
+A_SLOT_PAST_THE_END = """
+import torch
+from kvnb import build
+
+def outcome(call):
+    try:
+        call()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return "done"
+
+key, value = torch.ones(2, 2, 1, 8, device="cuda")
+key_cache, value_cache = torch.zeros(2, 1, 4, 1, 8, device="cuda")
+slots = torch.tensor([3, 4], device="cuda")
+copy = build.load().copy
+for call in (
+    lambda: copy(key, value, key_cache, value_cache, slots),
+    lambda: torch.zeros(8, device="cuda"),
+    lambda: key_cache[0].index_put_((slots,), key),
+    lambda: torch.zeros(8, device="cuda"),
+):
+    print(outcome(call), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_a_slot_past_the_end_ends_the_process_of_an_index_copy_not_ours(ops):
+    """In a process of its own, whose CUDA context the index copy's device assert leaves unusable."""
+    environment = {**os.environ, "PYTHONPATH": python_path(paths.ROOT)}
+    command = [sys.executable, "-c", A_SLOT_PAST_THE_END]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 4, said
+    *ours, index_copy, next_call = done.stdout.splitlines()
+    assert ours == ["done", "done"], said
+    assert "device-side assert triggered" in index_copy, said
+    assert "device-side assert triggered" in next_call, said
 
 
 @pytest.mark.gpu

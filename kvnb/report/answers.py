@@ -192,17 +192,47 @@ def headline(run: Run) -> str:
 def answer(run: Run) -> str:
     """The issue's second TODO in two sentences: does PyTorch's copy outperform the hand-written kernel?
 
-    How often the fastest PyTorch copy does, then how the issue's own line fares, each against the kernel that vLLM
-    ships, where the run holds it, and against kvnb: what PyTorch wins first.
+    First against the kernel that vLLM ships, where the run holds it, then against kvnb: how often the fastest PyTorch
+    copy does, the fastest that is not compiled, and the issue's own line.
     """
     named = {run.shipped: f"the kernel that vLLM ships ({run.shipped})", OURS: f"our hand-written kernel ({OURS})"}
-    kernels = [name for name in named if name and len(run.speedups(name, BEST))]
+    kernels = [name for name in named if name and len(run.speedups(BEST, name))]
     if not kernels:
         return "No answer, as no case holds both a hand-written kernel and a PyTorch copy."
-    best = ", and it ".join(f"beats {named[name]} {_score(run.speedups(name, BEST))}" for name in kernels)
-    issue = "; it ".join(_pace(run.speedups(name, ISSUE), name) for name in kernels)
-    what = f"{_often(run.speedups(kernels[0], BEST)['verdict'])}: the {BEST} copy of each case {best}"
-    return f"{what}. The issue's own line, {ISSUE}, {issue}."
+    told = [f"beats {named[name]} {_outcome(run, name, paces=2 * (name == kernels[0]) + 1)}" for name in kernels]
+    every = f"{_lead(run, kernels[0])}: the {BEST} copy of each case, chosen afterwards, {told[0]}."
+    return " It ".join([every, *(f"{text}." for text in told[1:])])
+
+
+def _lead(run: Run, name: str) -> str:
+    """How PyTorch fares against a kernel in a few words, compiled and plain; a run without vLLM's kernel says whose."""
+    against, words = "" if run.shipped else f"Against {OURS}, ", []
+    for rows in (run.speedups(name, group) for group in (BEST, PLAIN)):
+        often = _often(rows["verdict"])
+        won = (rows["verdict"] == "SLOWER").groupby(rows["regime"]).mean() > 0.5
+        mostly = [regime for regime in REGIMES if won.get(regime, False)]
+        some = 0 < len(mostly) < len(won) and often in ("Mostly", "In part", "Seldom")
+        words.append(f"In {' and '.join(mostly)}" if some else often)
+    compiled, plain = words
+    lead = compiled if compiled == plain else f"Compiled, {compiled.lower()}; plain, {plain.lower()}"
+    return against + (lead[0].lower() + lead[1:] if against else lead)
+
+
+def _outcome(run: Run, name: str, paces: int) -> str:
+    """How often PyTorch beats a kernel, by how much at most where that is seldom; its pace for the first `paces`."""
+    told, compiled = [], "compile" in set(run.speedups(BEST, name)["a"].map(run._family))
+    for copy, what in ((BEST, ""), (PLAIN, "without torch.compile "), (ISSUE, f"the issue's own line, {ISSUE}, ")):
+        rows = run.speedups(copy, name)
+        if copy == PLAIN and not compiled:
+            continue
+        if rows.empty:
+            told.append(f"{what}was not measured")
+            continue
+        won = rows[rows["verdict"] == "FASTER"].sort_values("speedup", kind="stable")
+        most = f", by up to {interval(won.iloc[-1])} times" if 0 < len(won) <= len(rows) / 4 else ""
+        text = f"{what}in {len(won) or 'none'} of {len(rows) if told else count(len(rows), 'case')}{most}"
+        told.append(text + f" ({_pace(rows, in_words=not told)})" * (len(told) < paces))
+    return "; ".join(told)
 
 
 def _often(verdicts: pd.Series) -> str:
@@ -233,16 +263,14 @@ def _score(rows: pd.DataFrame) -> str:
     return f"in {won} of {count(len(rows), 'case')}{where}{top} and loses in {lost}{worst}{rest}"
 
 
-def _pace(rows: pd.DataFrame, name: str) -> str:
-    """`beats kvnb in none of 98 cases (packed: kvnb is 5.05 [4.96, 5.09] times as fast in decode and ...)`."""
-    if rows.empty:
-        return f"was not measured beside {name}"
+def _pace(rows: pd.DataFrame, in_words: bool) -> str:
+    """Of the first layout: `packed: 1.45 [1.44, 1.47] times as fast in decode, 1.96 [1.95, 1.98] in prefill`."""
     layout, here = by_layout(rows)[0]
     means = {row["regime"]: row for row in stats.summarise(here, ["regime"]).to_dict("records")}
-    told = [f"{interval(row)} times as fast{neither(row)} in {regime}"
+    told = [f"{interval(row)}{neither(row)} in {regime}"
             for regime, row in means.items() if regime != "mixed" or len(means) == 1]  # fmt: skip
-    won = (rows["verdict"] == "SLOWER").sum() or "none"
-    return f"beats {name} in {won} of {count(len(rows), 'case')} ({layout}: {name} is {' and '.join(told)})"
+    text = ", ".join(told)
+    return f"{layout}: {text.replace(' in ', ' times as fast in ', 1)}" if in_words else text
 
 
 def certainty(run: Run) -> str:

@@ -333,6 +333,9 @@ def by_release(rows: pd.DataFrame, column: str) -> Figure:
 # -- speedups by tokens and heads
 
 
+DARKEST = 2  # log2 of the speedup that has the darkest colour, in every map
+
+
 def heat_map(rows: pd.DataFrame, column: str) -> Figure:
     """Speedups by heads and tokens, diverging around 1, each with its verdict unless it is FASTER."""
     table = rows.pivot(index="num_kv_heads", columns="num_tokens", values=[column, "verdict"])
@@ -340,18 +343,18 @@ def heat_map(rows: pd.DataFrame, column: str) -> Figure:
     signs = verdicts.replace({"FASTER": "", "SLOWER": "\nSLOWER", "SAME": "\nSAME", "UNDECIDED": "\n?"})
     text = (speedups.map(answers.times, na_action="ignore") + signs).fillna("")
     exponent = np.log2(speedups.astype(float))
-    reach = max(1.0, float(np.nanmax(np.abs(exponent))))
     height = 1.45 + 0.42 * len(exponent)
     fig = Figure(figsize=(WIDTH, height))
     fig.subplots_adjust(left=0.085, right=0.985, bottom=0.7 / height, top=1 - 0.65 / height)
     ax = fig.subplots()
-    colours = {"cmap": "PuOr", "vmin": -reach, "vmax": reach, "linewidths": 1, "cbar": False}
+    colours = {"cmap": "PuOr", "vmin": -DARKEST, "vmax": DARKEST, "linewidths": 1, "cbar": False}
     seaborn.heatmap(exponent, annot=text, fmt="", annot_kws={"size": 8}, ax=ax, **colours)
     ax.set(xlabel="tokens", ylabel="KV heads")
     ax.set_xticklabels(map(short, exponent.columns))
     ax.tick_params(length=0, labelrotation=0)
     ax.grid(False)
-    _noted(fig, "purple: kvnb is faster; orange: PyTorch is; ?: UNDECIDED; blank: not measured")
+    colours = f"purple: kvnb is faster; orange: PyTorch is; darkest: {2**DARKEST} times and more"
+    _noted(fig, f"{colours}; ?: UNDECIDED; blank: not measured")
     return fig
 
 

@@ -57,6 +57,17 @@ def _recorded(name: str, gpu: str, columns: list[str]) -> pd.DataFrame:
     return pd.read_parquet(found) if found else pd.DataFrame(columns=[*columns, *counters.PROVENANCE])
 
 
+def verdict(rows: pd.DataFrame) -> str:
+    """The answer in a line: how many of the claims that have a bound hold in all their rows."""
+    judged = rows[rows["holds"].notna()]
+    held = judged["holds"].astype(bool).groupby(judged["claim"]).all()
+    if not len(held):
+        return "Not known: nothing that has a bound was measured."
+    lead = "Yes" if held.all() else "Mostly" if held.mean() > 0.5 else "No"
+    every = f"{int(judged['holds'].sum())} of {len(judged)} rows"
+    return f"{lead}: {held.sum()} of {len(held)} claims hold wherever they are judged, in all {every}."
+
+
 def told(rows: pd.DataFrame) -> list[str]:
     """A sentence for each claim that has a bound, those that do not hold first, then what was not measured."""
     said = []
@@ -64,11 +75,18 @@ def told(rows: pd.DataFrame) -> list[str]:
         broken = judged[~judged["holds"].astype(bool)]
         where = ["/".join(filter(None, (at.timer, at.state, at.copy, at.case))) for at in broken.itertuples()]
         not_in = f"; not in {', '.join(where[:4])}{f' and {len(where) - 4} more' * (len(where) > 4)}" if where else ""
-        holds = f"holds in {len(judged) - len(broken)} of {len(judged)}{not_in}"
+        holds = f"holds in {len(judged) - len(broken)} of {len(judged)}{not_in}{_watched(rows) * (claim == 'profiler')}"
         said.append((not where, f"**{claim}**: {CLAIMS[claim]}: {holds}."))
     absent = [claim for claim in CLAIMS if claim not in set(rows["claim"])]
     said += [(True, f"**{claim}**: {CLAIMS[claim]}: not measured; on a GPU, this notebook does.") for claim in absent]
     return [text for _, text in sorted(said, key=lambda item: item[0])]
+
+
+def _watched(rows: pd.DataFrame) -> str:
+    """What the profiler's claim leaves out: whose calls take how much longer while it watches."""
+    long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)].sort_values("difference")
+    most = long.tail(1).to_dict("records")
+    return "".join(f"; watching makes calls take up to {at['difference']:.1%} longer ({at['copy']})" for at in most)
 
 
 def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:

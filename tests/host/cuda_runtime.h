@@ -1,11 +1,13 @@
 // cuda_runtime.h: as much of CUDA as csrc/kvnb_copy.cu needs to run on the CPU, one thread after another.
 //
-// HOST_THREADS and HOST_L2 say what the GPU would hold; last_threads() and last_plan() how many threads the last launch had,
-// and how many bytes of parameters.
+// HOST_THREADS and HOST_L2 say what the GPU would hold; the functions at the end, of the last launch: its threads, those of
+// a block, the bytes of its parameters, whether it may overlap the launch before it, and what a thread asked of
+// griddepcontrol, in order.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #define __device__
 #define __host__
@@ -19,7 +21,8 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 inline dim3 blockIdx, threadIdx, gridDim, blockDim;
-inline unsigned plan_bytes;
+inline unsigned plan_bytes, overlaps;
+inline std::string griddepcontrol;
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
@@ -30,7 +33,7 @@ T min(T a, T b) {
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID { cudaLaunchAttributeIgnore, cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
@@ -53,10 +56,19 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 
 template <typename Plan>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Plan), const Plan& plan) {
-  gridDim = config->gridDim, blockDim = config->blockDim, plan_bytes = sizeof(Plan);
+  gridDim = config->gridDim, blockDim = config->blockDim, plan_bytes = sizeof(Plan), overlaps = 0;
+  for (const cudaLaunchAttribute* one = config->attrs; one != config->attrs + config->numAttrs; ++one)
+    if (one->id == cudaLaunchAttributeProgrammaticStreamSerialization)
+      overlaps = one->val.programmaticStreamSerializationAllowed;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) kernel(plan);
+    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) {
+      griddepcontrol.clear();
+      kernel(plan);
+    }
   return cudaSuccess;
 }
 extern "C" unsigned last_threads() { return gridDim.x * blockDim.x; }
+extern "C" unsigned last_block() { return blockDim.x; }
 extern "C" unsigned last_plan() { return plan_bytes; }
+extern "C" unsigned last_overlaps() { return overlaps; }
+extern "C" const char* last_griddepcontrol() { return griddepcontrol.c_str(); }

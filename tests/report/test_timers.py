@@ -17,6 +17,26 @@ def test_what_has_no_bound_is_not_said_to_hold():
     assert not any("holds" in text for text in timers.told(witness.table([row("write-back", 2.0, 1.0)])))
 
 
+@pytest.mark.parametrize("apart, said", [
+    ([(0.01, 0.02), (0.01, 0.02)], "Yes: 2 of 2 claims hold wherever they are judged, in all 4 of 4 rows."),
+    ([(0.01, 0.2), (0.01, 0.02)], "No: 1 of 2 claims hold wherever they are judged, in all 3 of 4 rows."),
+    ([(0.01, 0.2), (0.01, 0.02), (0.01,)], "Mostly: 2 of 3 claims hold wherever they are judged, in all 4 of 5 rows."),
+    ([], "Not known: nothing that has a bound was measured."),
+])  # fmt: skip
+def test_the_answer_is_a_line_that_counts_claims_and_rows(apart, said):
+    claims = ("noise floor", "two processes", "profiler")
+    rows = [row(claim, at, sense="at most", bound=0.1, difference=at)
+            for claim, differences in zip(claims, apart) for at in differences]  # fmt: skip
+    assert timers.verdict(witness.table([*rows, row("write-back", 2.0, 1.0)])) == said
+
+
+def test_what_the_profilers_watching_costs_is_told_with_its_claim():
+    rows = [row("profiler", 20 * US, 20 * US, "within", 0.05, copy="a"), row("watching", 22 * US, 20 * US, copy="a"),
+            row("watching", 9 * US, 5 * US, copy="b")]  # fmt: skip
+    [text] = [text for text in timers.told(witness.table(rows)) if text.startswith("**profiler**")]
+    assert text.endswith(": holds in 1 of 1; watching makes calls take up to 10.0% longer (a).")
+
+
 def test_what_does_not_hold_is_told_first_and_named():
     rows = [row("noise floor", 0.02, sense="at most", bound=0.1, difference=0.02, unit="share"),
             row("profiler", 20 * US, 10 * US, "within", 0.05, timer="graph", case="c", copy="kvnb")]  # fmt: skip
