@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -99,6 +100,74 @@ Rows rows_of(const Tensor& source, const Tensor& cache) {
   return rows;
 }
 
+// Whether the caches, none of them overlapping itself, have no byte in common. They may lie apart as a whole, or take
+// turns in frames: rows [K | V] of each head, pages [K's rows | V's rows] of each block. Where one frame begins after
+// another, both caches must have the same stride; within one frame, all of K's bytes come before V's or the reverse.
+// (Caches that interleave without touching in any other way count as sharing.)
+bool lie_apart(const Rows& key, const Rows& value, int64_t num_blocks, int64_t block_size, int64_t num_heads) {
+  const bool key_is_first = key.cache <= value.cache;
+  const Rows &first = key_is_first ? key : value, &second = key_is_first ? value : key;
+  const int64_t between = second.cache - first.cache;
+  struct Axis { int64_t first, second, size; };  // strides
+  std::array<Axis, 3> axes = {{{first.block_stride, second.block_stride, num_blocks},
+                               {first.slot_stride, second.slot_stride, block_size},
+                               {first.head_stride, second.head_stride, num_heads}}};
+  std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.first < b.first; });
+  int64_t first_span = first.head_bytes, span = between + second.head_bytes;  // of a frame: of its first cache, of both
+  for (const Axis& axis : axes) {
+    if (axis.first < between) {  // steps within a frame
+      first_span += axis.first * (axis.size - 1);
+    } else if (axis.first != axis.second || axis.first < span) {
+      return false;
+    }
+    span += axis.second * (axis.size - 1);
+  }
+  return first_span <= between;
+}
+
+// The bytes of a tensor from its first element to its last.
+struct Range {
+  const char* begin;
+  int64_t size;
+};
+
+bool meet(const Range& a, const Range& b) {
+  return a.size > 0 && b.size > 0 && a.begin < b.begin + b.size && b.begin < a.begin + a.size;
+}
+
+// What a call writes shares no byte with anything else: else what it leaves would depend on the order of its rows.
+void check_memory(const Problem& problem, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                  const Tensor& value_cache, const Tensor& slot_mapping) {
+  if (problem.num_slots == 0 || problem.num_heads == 0) return;
+  const int64_t tokens = problem.num_tokens, blocks = key_cache.size(0), size = problem.block_size;
+  const int64_t heads = problem.num_heads;
+  const Rows &keys = problem.key, &values = problem.value;
+  if (keys.head_bytes > 0 && values.head_bytes > 0 && !lie_apart(keys, values, blocks, size, heads)) {
+    const int64_t behind = values.cache - keys.cache;
+    refuse("value_cache", value_cache,
+           "share no memory with key_cache, which begins " + std::to_string(std::abs(behind)) + " bytes " +
+               (behind < 0 ? "later" : "earlier") + ": lie apart from it, or take turns with it at equal strides");
+  }
+
+  auto read = [&](const Rows& rows) -> Range {
+    const int64_t steps = (tokens - 1) * rows.source_token_stride + (heads - 1) * rows.source_head_stride;
+    return {rows.source, tokens && rows.head_bytes ? steps + rows.head_bytes : 0};
+  };
+  auto written = [&](const Rows& rows) -> Range {
+    const int64_t steps = (blocks - 1) * rows.block_stride + (size - 1) * rows.slot_stride;
+    return {rows.cache, rows.head_bytes ? steps + (heads - 1) * rows.head_stride + rows.head_bytes : 0};
+  };
+  const Range key_rows = written(keys), value_rows = written(values);
+  auto check = [&](const char* name, const Tensor& t, const Range& range) {
+    if (meet(range, key_rows)) refuse(name, t, "lie apart from key_cache, which is written");
+    if (meet(range, value_rows)) refuse(name, t, "lie apart from value_cache, which is written");
+  };
+  check("key", key, read(keys));
+  check("value", value, read(values));
+  check("slot_mapping", slot_mapping,
+        {static_cast<const char*>(problem.slots), tokens * (problem.slots_are_64bit ? 8 : 4)});
+}
+
 Problem checked(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                 const Tensor& slot_mapping) {
   check_kind("key", key, key, 3, "[num_tokens, num_kv_heads, head_size]");
@@ -113,8 +182,6 @@ Problem checked(const Tensor& key, const Tensor& value, const Tensor& key_cache,
   if (value_cache.size(0) != key_cache.size(0) || value_cache.size(1) != key_cache.size(1))
     refuse("value_cache", value_cache,
            "begin with key_cache's [num_blocks, block_size] = " + shape({key_cache.size(0), key_cache.size(1)}));
-  if (key_cache.numel() > 0 && value_cache.numel() > 0 && key_cache.const_data_ptr() == value_cache.const_data_ptr())
-    refuse("value_cache", value_cache, "lie apart from key_cache, which begins at the same byte");
   if (!slot_mapping.defined()) refuse("slot_mapping", slot_mapping, "be a tensor");
   const ScalarType index = slot_mapping.scalar_type();
   if (index != ScalarType::Long && index != ScalarType::Int) refuse("slot_mapping", slot_mapping, "be int64 or int32");
@@ -134,6 +201,7 @@ Problem checked(const Tensor& key, const Tensor& value, const Tensor& key_cache,
   problem.block_size = key_cache.size(1);
   problem.num_slots = key_cache.size(0) * key_cache.size(1);
   problem.itemsize = itemsize;
+  check_memory(problem, key, value, key_cache, value_cache, slot_mapping);
   return problem;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import signal
@@ -106,15 +107,26 @@ def _execute(name: str, values: dict, folder: Path) -> Outcome:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Around what writes a report's folder: another process that does so is named, with exit code 2, and signals leave
-    no report that looks finished."""
+    """Around what writes a report's folder: another process that does so is named, with exit code 2; where there is no
+    room, it is said, with exit code 1; signals leave no report that looks finished."""
     from kvnb.report.execute import stoppable
     from kvnb.report.files import claimed
 
     with stoppable(), ExitStack() as stack:
         with refusing():
             stack.enter_context(claimed(folder))
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.EPIPE or not _is_in(folder, error.filename):  # written to elsewhere
+                raise
+            print(f"kvnb: {folder} cannot be written ({error}): make room there, and begin again", file=sys.stderr)
+            raise typer.Exit(1) from error
+
+
+def _is_in(folder: Path, name: str | None) -> bool:
+    """Whether a system's error can be of a file in `folder`: one that says no name is of a file open already."""
+    return name is None or Path(name).is_relative_to(folder)
 
 
 def _from_root(path: Path | str) -> str:
@@ -156,10 +168,19 @@ def _report(name: str, values: dict, folder: Path) -> None:
     outcomes += [reserve, *_by_release(releases, folder), *_two_runs(None, mine, folder)]
     index = pages.report(folder, outcomes, runs, releases, padded)
     if not any(outcome.failure for outcome in outcomes):
-        fresh = paths.REPORTS / f".latest.{os.getpid()}"
-        fresh.symlink_to(name)
-        os.replace(fresh, paths.REPORTS / "latest")
+        _lead_to(name)
     _tell(index, outcomes, runs, padded)
+
+
+def _lead_to(name: str) -> None:
+    """Make reports/latest a link to this report; where that cannot be, it is said, and costs no report."""
+    latest, fresh = paths.REPORTS / "latest", paths.REPORTS / f".latest.{os.getpid()}"
+    try:
+        fresh.symlink_to(name)
+        os.replace(fresh, latest)
+    except OSError as error:  # a folder is there, or the file system has no links
+        print(f"kvnb: {latest} does not lead to this report ({error.strerror}): move it away", file=sys.stderr)
+        fresh.unlink(missing_ok=True)
 
 
 def _recorded(load: Callable[[Path], object], *grids: str) -> list[Path]:

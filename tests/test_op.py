@@ -227,6 +227,10 @@ def test_one_cache_for_keys_and_values_is_refused(op, on):
     assert "must share no memory with key_cache, which begins 0 bytes earlier: lie apart" in message
 
 
+def in_buffer(t, begin, *strides):
+    return t.as_strided((6, 4, 3, 8), (*strides, 1), begin)
+
+
 @pytest.mark.parametrize(
     ("buffer", "cut", "begins"),
     [
@@ -235,8 +239,20 @@ def test_one_cache_for_keys_and_values_is_refused(op, on):
         ((6, 4, 3, 9), lambda t: (t[..., :8], t[..., 1:]), "4 bytes earlier"),
         ((6, 5, 3, 8), lambda t: (t[:, :4], t[:, 1:]), "96 bytes earlier"),
         ((12, 4, 3, 8), lambda t: (t[:6], t[1::2]), "384 bytes earlier"),
+        ((1200,), lambda t: (in_buffer(t, 0, 200, 24, 8), in_buffer(t, 96, 150, 24, 8)), "384 bytes earlier"),
+        ((1200,), lambda t: (in_buffer(t, 0, 200, 36, 12), in_buffer(t, 8, 200, 36, 12)), "32 bytes earlier"),
+        ((1200,), lambda t: (in_buffer(t, 0, 200, 40, 16), in_buffer(t, 8, 200, 40, 16)), "32 bytes earlier"),
     ],
-    ids=["a block on", "a block before", "an element on", "a slot on", "other strides"],
+    ids=[
+        "a block on",
+        "a block before",
+        "an element on",
+        "a slot on",
+        "pages in each other's way",
+        "pages at another stride",
+        "rows that reach into the next head's",
+        "heads that reach into the next slot's",
+    ],
 )
 def test_caches_that_share_memory_are_refused(op, on, buffer, cut, begins):
     call = arguments(on)

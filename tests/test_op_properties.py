@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -128,12 +128,23 @@ def problems(draw) -> Problem:
         storages.append(-(-(offset + elements + draw(st.integers(0, 3))) * itemsize // 8) * 8)
         return len(storages) - 1, offset
 
-    def side_by_side(names, sizes):
-        """K and V in one row of one storage."""
-        steps, extent = draw(strides(sizes, row["key"] + row["value"], unit, gaps))
-        number, offset = store(extent)
-        for name, at in zip(names, (0, row["key"]), strict=True):
-            views[name] = View(number, (*sizes, row[name.split("_")[0]]), (*steps, 1), offset + at)
+    def by_turns(names, sizes):
+        """K and V in one storage, in rows [K | V], pages [K's rows | V's rows] and the like: some axes step over both,
+        the others over what is K's or V's."""
+        axes = range(len(sizes))
+        common = set(axes) if regular else draw(st.just(set(axes)) | st.sets(st.sampled_from(axes)))
+        each, extents = {}, []
+        for name in names:
+            within = tuple(1 if axis in common else size for axis, size in enumerate(sizes))
+            each[name], extent = draw(strides(within, row[name.split("_")[0]], unit, gaps))
+            extents.append(extent)
+        over = tuple(size if axis in common else 1 for axis, size in enumerate(sizes))
+        frames, extent = draw(strides(over, sum(extents), unit, gaps))
+        number, at = store(extent)
+        for name, its in draw(st.permutations([*zip(names, extents, strict=True)])):
+            steps = (frames[axis] if axis in common else each[name][axis] for axis in axes)
+            views[name] = View(number, (*sizes, row[name.split("_")[0]]), (*steps, 1), at)
+            at += its
 
     def apart(names, sizes):
         alike = draw(strides(sizes, key_size, unit, gaps)) if regular else None
@@ -155,9 +166,9 @@ def problems(draw) -> Problem:
             number, offset = store(heads * row[name])
             views[name] = View(number, (*sizes, row[name]), (0, row[name], 1), offset)
 
-    sources = draw(st.sampled_from([apart, apart, side_by_side, sliced_from_a_projection, expanded]))
+    sources = draw(st.sampled_from([apart, apart, by_turns, sliced_from_a_projection, expanded]))
     sources(("key", "value"), (tokens, heads))
-    draw(st.sampled_from([apart, side_by_side]))(("key_cache", "value_cache"), (blocks, block_size, heads))
+    draw(st.sampled_from([apart, by_turns]))(("key_cache", "value_cache"), (blocks, block_size, heads))
     return Problem(dtype, views, tuple(storages), slots, slots_dtype, draw(st.integers(0, 2**31)))
 
 
@@ -217,7 +228,7 @@ def test_any_problem_is_copied_as_by_a_loop(device, record_property):
 
 def test_the_same_calls_reach_every_kernel(library):
     """On the CPU, where the library says which it launched; compact, fast or general, as their plans are long."""
-    plans, names = Counter(), {48: "compact", 120: "fast", 192: "general"}
+    plans, names = Counter(), {48: "compact", 56: "compact", 120: "fast", 192: "general"}
 
     def copy_on_host(key, value, key_cache, value_cache, slot_mapping):
         sides = host.rows_of(key, key_cache), host.rows_of(value, value_cache)
@@ -270,13 +281,17 @@ def copy_from_beyond() -> None:
 
 @dataclass(frozen=True)
 class Bend:
-    """One way to spoil argument `name` of a sound call: what becomes of it, whom the message then names, and how."""
+    """One way to spoil argument `name` of a sound call: what becomes of it, whom the message then names, and how.
+
+    Where it is to share memory with another argument, the whole call is that of problem `instead`.
+    """
 
     name: str
     what: Callable[[torch.Tensor], object]
     blamed: str
     says: str
     error: type[Exception] = ValueError
+    instead: Problem | None = None
 
 
 MISSING = object()
@@ -343,11 +358,40 @@ def _rows(name: str, problem: Problem, n: int) -> dict[str, Bend]:
     if sizes[-1] > 1:
         spread = Bend(name, lambda t: t.new_zeros(*t.shape, 2)[..., 0], name, "have stride 1 in its last dimension")
         found["apart"] = spread
+    found |= _shares(name, problem, n)
     return found | (_overlaps(name, problem, n) if name.endswith("cache") else {})
 
 
+def _shares(name: str, problem: Problem, n: int) -> dict[str, Bend]:
+    """Begun in a row of a cache: a source's; the other cache, with strides of its own or alike, there or a step on."""
+    found, mine = {}, problem.views[name]
+    for other in (cache for cache in ("key_cache", "value_cache") if cache != name):
+        theirs, at, left = problem.views[other], 0, n
+        for size, stride in zip(theirs.sizes, theirs.strides, strict=True):
+            at, left = at + left % size * stride, left // size
+        ways = {f"in {other}": (mine.strides, at)}
+        if name.endswith("cache") and mine.sizes[-1] <= theirs.sizes[-1]:
+            ways[f"in {other}, alike"] = theirs.strides, at
+            if theirs.sizes[n % 3] > 1:
+                ways[f"in {other}, a step on"] = theirs.strides, theirs.strides[n % 3]
+        for title, (steps, begin) in ways.items():
+            view = View(theirs.storage, mine.sizes, steps, theirs.offset + begin)
+            blamed = "value_cache" if name.endswith("cache") else name
+            says = "must share no memory with key_cache" if name.endswith("cache") else "must lie apart from "
+            found[title] = Bend(name, lambda t: t, blamed, says, instead=_moved(problem, name, view))
+    return found
+
+
+def _moved(problem: Problem, name: str, view: View) -> Problem:
+    """The problem with that argument elsewhere, in a storage that has room for it."""
+    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.sizes, view.strides, strict=True))
+    needed = -(-(last + 1) * getattr(torch, problem.dtype).itemsize // 8) * 8
+    storages = [max(size, needed) if at == view.storage else size for at, size in enumerate(problem.storages)]
+    return replace(problem, views=problem.views | {name: view}, storages=tuple(storages))
+
+
 def _overlaps(name: str, problem: Problem, n: int) -> dict[str, Bend]:
-    """An axis whose stride is shorter than a row; the other cache's memory."""
+    """An axis whose stride is shorter than a row."""
     sizes, steps, found = problem.views[name].sizes, problem.views[name].strides, {}
     for axis in (axis for axis in range(3) if sizes[axis] > 1):
         strides = [*steps[:axis], n % sizes[-1], *steps[axis + 1 :]]
@@ -361,6 +405,7 @@ def malformed_calls(draw, device: str) -> tuple[Problem, str, str, int]:
     """(a sound problem, the argument to spoil, the title of a bend, the bend's number)"""
     problem, name, number = draw(problems()), draw(st.sampled_from(ARGUMENTS)), draw(st.integers(0, 999))
     titles = list(bends_of(name, problem, device, number))
+    titles += 3 * [title for title in titles if title.startswith("in ")]  # memory shared, in ways that differ most
     return problem, name, titles[draw(st.integers(0, 99)) % len(titles)], number
 
 
@@ -381,6 +426,7 @@ def refused(op, call: dict[str, object], error: type[Exception] = ValueError) ->
 
 
 def assert_refused(ops: dict[str, Callable], device: str, problem: Problem, bend: Bend) -> None:
+    problem = bend.instead or problem
     storages = [storage.to(device) for storage in problem.storage_bytes()]
     sound = problem.tensors(storages)
     call = {**sound, bend.name: bend.what(sound[bend.name])}

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 GIB = 1 << 30
-POOL_BYTES = 60 * GIB  # what an 80 GB GPU that holds a small model has left for its cache
+POOL_BYTES = 60 * GIB  # of a GPU: what 80 GB have left beside a small model, and 141 GB beside 76 GB of weights
+GPU_BYTES = 141e9  # an H200
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ MODELS = (  # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.js
 class CacheModel:
     """A model's KV cache on one of `tp` GPUs (tensor parallel degree): what one block of the pool is worth.
 
+    gigabytes        (1e9 bytes) of the weights, as they are published
     layers           layers with a KV cache, of one kind or of several (full attention, sliding window)
     block_layers     of these, how many one block spans. All of them where they are of one kind; else a block belongs to
                      a group of layers of one kind, as long as the rarest kind (vLLM's v1/core/kv_cache_utils.py)
@@ -50,6 +52,7 @@ class CacheModel:
     """
 
     name: str
+    gigabytes: float
     layers: int
     block_layers: int
     num_kv_heads: int
@@ -57,6 +60,15 @@ class CacheModel:
     value_head_size: int
     source: str
     state_bytes: int = 0
+
+    @property
+    def tp(self) -> int:
+        """The smallest power of two GPUs of GPU_BYTES that hold the weights, and a pool of POOL_BYTES each."""
+        return 1 << math.ceil(math.log2(max(1, self.gigabytes * 1e9 / (GPU_BYTES - POOL_BYTES))))
+
+    @property
+    def title(self) -> str:
+        return self.name + f", TP {self.tp}" * (self.tp > 1)
 
     def token_bytes(self, tp: int = 1, itemsize: int = 2) -> int:
         """Bytes of one token in one layer on one GPU. Raises ValueError for a tp below 1."""
@@ -91,20 +103,20 @@ def _hub(name: str) -> str:
 MAMBA_STATE = 64 * 64 * 128 * 4 + (64 * 64 + 2 * 8 * 128) * 3 * 2  # Nemotron: float32 state, 2,134,016 (vllm#41037)
 DELTA_STATE = 32 * 128 * 128 * 2 + (2 * 16 * 128 + 32 * 128) * 3 * 2  # Qwen3-Next: all bfloat16
 CACHES = (
-    CacheModel("Llama-3.1-8B", 32, 32, 8, 128, 128, _hub("meta-llama/Llama-3.1-8B")),
-    CacheModel("Llama-3.1-70B", 80, 80, 8, 128, 128, _hub("meta-llama/Llama-3.1-70B")),
-    CacheModel("Llama-3.1-405B", 126, 126, 8, 128, 128, _hub("meta-llama/Llama-3.1-405B")),
-    CacheModel("Qwen3-8B", 36, 36, 8, 128, 128, _hub("Qwen/Qwen3-8B")),
-    CacheModel("Qwen3-32B", 64, 64, 8, 128, 128, _hub("Qwen/Qwen3-32B")),
-    CacheModel("Qwen3-235B-A22B", 94, 94, 4, 128, 128, _hub("Qwen/Qwen3-235B-A22B")),
-    CacheModel("gemma-3-27b", 62, 10, 16, 128, 128, _hub("google/gemma-3-27b-it")),  # 52 sliding, 10 full
-    CacheModel("gpt-oss-120b", 36, 18, 8, 64, 64, _hub("openai/gpt-oss-120b")),  # every other one sliding
-    CacheModel("DeepSeek-V3 (MLA)", 61, 61, 1, 512 + 64, 0, _hub("deepseek-ai/DeepSeek-V3")),
+    CacheModel("Llama-3.1-8B", 16, 32, 32, 8, 128, 128, _hub("meta-llama/Llama-3.1-8B")),
+    CacheModel("Llama-3.1-70B", 141, 80, 80, 8, 128, 128, _hub("meta-llama/Llama-3.1-70B")),
+    CacheModel("Llama-3.1-405B", 812, 126, 126, 8, 128, 128, _hub("meta-llama/Llama-3.1-405B")),
+    CacheModel("Qwen3-8B", 16, 36, 36, 8, 128, 128, _hub("Qwen/Qwen3-8B")),
+    CacheModel("Qwen3-32B", 66, 64, 64, 8, 128, 128, _hub("Qwen/Qwen3-32B")),
+    CacheModel("Qwen3-235B-A22B", 470, 94, 94, 4, 128, 128, _hub("Qwen/Qwen3-235B-A22B")),
+    CacheModel("gemma-3-27b", 55, 62, 10, 16, 128, 128, _hub("google/gemma-3-27b-it")),  # 52 sliding, 10 full
+    CacheModel("gpt-oss-120b", 65, 36, 18, 8, 64, 64, _hub("openai/gpt-oss-120b")),  # every other one sliding
+    CacheModel("DeepSeek-V3 (MLA)", 689, 61, 61, 1, 512 + 64, 0, _hub("deepseek-ai/DeepSeek-V3")),
     CacheModel(
-        "Qwen3-Next-80B-A3B (hybrid)", 12, 12, 2, 256, 256, _hub("Qwen/Qwen3-Next-80B-A3B-Instruct"), DELTA_STATE,
+        "Qwen3-Next-80B-A3B (hybrid)", 163, 12, 12, 2, 256, 256, _hub("Qwen/Qwen3-Next-80B-A3B-Instruct"), DELTA_STATE,
     ),
     CacheModel(
-        "Nemotron-3-Nano-30B-A3B (hybrid)", 6, 6, 2, 128, 128,
+        "Nemotron-3-Nano-30B-A3B (hybrid)", 63, 6, 6, 2, 128, 128,
         "https://github.com/vllm-project/vllm/issues/41037", MAMBA_STATE,
     ),
 )  # fmt: skip

@@ -275,21 +275,26 @@ def _pace(rows: pd.DataFrame, in_words: bool) -> str:
 
 def certainty(run: Run) -> str:
     """What the intervals rest on, which differences are not called, and which copies have no time."""
-    rounds, workers = run.samples.loc[run.samples["status"] == "ok", ["round", "worker"]].nunique()
-    if not workers:
+    if not (run.samples["status"] == "ok").any():
         return "Nothing was timed."
-    few = " (not 3: they are too short)" * (workers < 3)
-    told = f"In brackets: 95 % intervals, from {count(workers, 'worker')}{few} of up to {count(rounds, 'round')}."
-    rows = pd.concat([run.speedups(name, BEST) for name in (run.shipped or OURS, OURS)])
-    if len(rows):
-        margin, doubt = rows["margin"].max(), "".join(f": {doubt}" for doubt in rows["doubt"].unique() if doubt)
-        hidden, none = "A noise floor of {:,.0%} hides smaller differences", "A difference below {:.1%} counts as none"
-        told += f" {(hidden if margin > stats.WIDEST_SAME else none).format(margin)}{doubt}."
+    told = brackets(run.samples, pd.concat([run.speedups(name, BEST) for name in (run.shipped or OURS, OURS)]))
     cells = run.every_cell[run.every_cell["family"].isin([*GROUPS[BEST], "peer"])]
     timed = cells[cells["status"] == "ok"]
     absent = sorted(set(cells.loc[cells["status"] != "unsupported", "copy"]) - set(timed["copy"]))
     told += f" Without a time in this run: {', '.join(absent)}." * bool(absent)
     return told + " No compiled copy was timed." * ("compile" not in set(timed["family"]))
+
+
+def brackets(samples: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """What the intervals of `rows`, speedups from `samples`, rest on, and which differences are not called."""
+    rounds, workers = samples.loc[samples["status"] == "ok", ["round", "worker"]].nunique()
+    few = " (not 3: they are too short)" * (workers < 3)
+    told = f"In brackets: 95 % intervals, from {count(workers, 'worker')}{few} of up to {count(rounds, 'round')}."
+    if rows.empty:
+        return told
+    margin, doubt = rows["margin"].max(), "".join(f": {doubt}" for doubt in rows["doubt"].unique() if doubt)
+    hidden, none = "A noise floor of {:,.0%} hides smaller differences", "A difference below {:.1%} counts as none"
+    return f"{told} {(hidden if margin > stats.WIDEST_SAME else none).format(margin)}{doubt}."
 
 
 def the(copy: str) -> str:

@@ -98,8 +98,7 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
     with stoppable(), private_folder() as scratch:
         running = scratch / f"{name}.ipynb"
         why = _run(name, running, values, scratch)
-        started = running.is_file()  # else papermill could not even read it
-        notebook = nbformat.read(running, as_version=4) if started else nbformat.v4.new_notebook()
+        notebook = _got_to(running)
     failure = tuple([*_said(notebook), *why.splitlines()][-LAST_LINES:] if why else ())
     notebook = clean(notebook)
     if notebook.cells:  # the report's own answers
@@ -140,13 +139,13 @@ def _run(name: str, target: Path, values: dict[str, object], scratch: Path) -> s
 def _failure(name: str, target: Path, values: dict[str, object], scratch: Path) -> str:
     try:
         _papermill(paths.NOTEBOOKS / f"{name}.ipynb", target, values, scratch)
+        cells = nbformat.read(target, as_version=4).cells
     except PapermillExecutionError as error:
         return ANSI.sub("", "\n".join(error.traceback)) or str(error)
     except DeadKernelError:
         return ThisPython.newest.death
     except Exception as error:  # noqa: BLE001  a kernel that does not start, a disk that is full: this one's failure
         return f"{type(error).__name__}: {error}"
-    cells = nbformat.read(target, as_version=4).cells
     errors = [output for cell in cells for output in cell.get("outputs", []) if output.output_type == "error"]
     return f"{errors[0].ename}: a cell left the notebook early" if errors else ""  # papermill takes exit(0) for success
 
@@ -206,6 +205,14 @@ def stoppable(act: Callable[[int, object], object] = _exit) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _got_to(target: Path) -> nbformat.NotebookNode:
+    """A notebook as papermill left it; an empty one where it could not read or write it, which `_failure` says."""
+    try:
+        return nbformat.read(target, as_version=4)
+    except (FileNotFoundError, ValueError):  # never begun; cut off, as on a disk that is full
+        return nbformat.v4.new_notebook()
 
 
 def _said(notebook: nbformat.NotebookNode) -> list[str]:

@@ -61,35 +61,40 @@ PAGES = {  # what a notebook's page holds
 
 def reserve(run: null_block.PaddedRun | None) -> str:
     """The issue's first TODO in two sentences: what a reserved slot costs in time, then in memory. None: not timed."""
-    rows, found = null_block.memory_rows(), null_block.replayed()
+    rows = null_block.memory_rows()
     lacking = f"Not timed yet: {null_block.LACKING[0].lower()}{null_block.LACKING[1:]}"
     most = rows.loc[rows["percent"].idxmax()]
-    (all_of, held), (less, held_less) = found.capacity[["usable blocks", "held in the mean"]].to_numpy()
     return (
-        f"{_time(run, found.shares) if run else lacking} "
-        f"In memory it is one block, at most {most['percent']:.2g} % of {null_block.POOL} ({most['model']}, blocks of "
-        f"{most['tokens']:,} tokens): {less:,.0f} blocks hold {held_less:.2f} requests at a time where {all_of:,.0f} "
-        f"hold {held:.2f}."
+        f"{_time(run, null_block.replayed().shares) if run else lacking} In memory it is one block, "
+        f"{null_block.bill()} ({most['model']}, blocks of {most['tokens']:,} tokens)."
     )
 
 
 def _time(run: null_block.PaddedRun, shares: pd.DataFrame) -> str:
     if not run.main:
         return "Not measured in time: no kernel of this run both skips padding and writes it."
-    told, usual = [], []
-    for copy in run.main:
-        rows = run.cost(copy)
-        dear = rows[rows["verdict"] == "FASTER"]
-        usual.append(dear["padding"] <= dear["num_tokens"].map(lambda tokens: null_block.usual_share(shares, tokens)))
-        worst = f", by up to {interval(dear.iloc[-1])} times" if len(dear) else ""
-        told.append(f"{label(copy)} in {len(dear) or 'none'} of {count(len(rows), 'padded case')}{worst}")
-    slowed = pd.concat(usual)
-    called = pd.concat([run.cost(copy)["verdict"] for copy in run.main]) != "UNDECIDED"
-    lead = "Time" if slowed.any() else "Time where much is padded" if len(slowed) else "No time"
-    lead = lead if called.mean() > 0.5 else "Not decided"
-    often = f"; {slowed.sum() or 'none'} of these with as little padding as rounding a batch up usually leaves"
-    what = "writing padding to one reserved slot, where the kernel could skip it, slows"
-    return f"{lead}, and one block: {what} {' and '.join(told)}{often * bool(len(slowed))}."
+    costs = {copy: run.cost(copy) for copy in run.main}
+    rows = pd.concat(costs.values())
+    rows = rows.assign(dear=rows["verdict"] == "FASTER")
+    usual = {tokens: null_block.usual_share(shares, tokens) for tokens in rows["num_tokens"].unique()}
+    usual = rows[null_block.is_usual(rows, usual)]
+    much = "Time" if usual["dear"].any() else "Time where much is padded" if rows["dear"].any() else "No time"
+    lead = much if (rows["verdict"] != "UNDECIDED").mean() > 0.5 else "Not decided"
+    slows = " and ".join(_slows(cost, label(copy)) for copy, cost in costs.items())
+    few = usual["dear"].sum()
+    often = (
+        f", {'and' if few else 'but'} in {few or 'none'} of the {len(usual)} cases with no more padding than rounding "
+        f"up to vLLM's captured sizes ({null_block.VLLM_SIZES}) usually leaves"
+    )
+    what = f"{lead}, and one block: padding written to it, not skipped, slows {slows}"
+    return f"{what}{often * bool(len(usual) and rows['dear'].any())}."
+
+
+def _slows(rows: pd.DataFrame, name: str) -> str:
+    """`kvnb by up to 9.40 [9.39, 9.40] times`."""
+    dear = rows[rows["verdict"] == "FASTER"]
+    most = f"by up to {interval(dear.iloc[-1])} times" if len(dear) else ""
+    return f"{name} " + (most or f"in none of {count(len(rows), 'padded case')}")
 
 
 # -- verdicts
@@ -232,7 +237,7 @@ def commands(run: Run, path: Path) -> list[tuple[str, str]]:
     done = run.samples[run.samples["status"] == "ok"]
     asked = f"GRID={run.first['grid']}"
     for name, usual in (("worker", WORKERS), ("round", ROUNDS)):
-        if (most := done[name].max() + 1) != usual:
+        if len(done) and (most := done[name].max() + 1) != usual:
             asked += f" {name.upper()}S={most}"
     fetch = [(f".venv/bin/kvnb releases {versions}", "fetches vLLM's kernels")] if versions else []
     if not path.is_relative_to(paths.RECORDED):
@@ -288,13 +293,18 @@ def inert(text: str) -> str:
     return LINKING.sub(JOINER, bracketed)
 
 
+def reserved(run: null_block.PaddedRun | None) -> str:
+    """`reserve`, and what it rests on."""
+    return " ".join([reserve(run), *([null_block.certainty(run)] if run else [])])
+
+
 def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     """Both questions with their answers, in Markdown that is not inert yet."""
     several = len({run.machine for run in (*runs, *padded)}) > 1
     of = (lambda run: f"{run.machine}, grid {run.first['grid']}: " if run else "") if several else lambda run: ""
     both = [f"**{ASKED}**"] * bool(runs or not padded)
     both += [f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs]
-    both += [f"**{null_block.ASKED}**", *(of(run) + reserve(run) for run in padded or [None])]
+    both += [f"**{null_block.ASKED}**", *(of(run) + reserved(run) for run in padded or [None])]
     return "\n\n".join(both)
 
 
@@ -308,8 +318,12 @@ def summary(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun], failed:
     lines.append(told(runs, padded))
     for run in runs:
         lines += [f"## {run.title}"] * (len(runs) > 1) + [table.markdown() for table in matrices(run)]
-        about = run.first
-        lines.append(f"{run.about}; grid {about['grid']}, run {about['run_id']}, kvnb {about['kvnb_commit'][:12]}.")
-    lines += [f"{run.about}; grid {run.first['grid']}, run {run.first['run_id']}." for run in padded]
+        lines.append(_measured(run))
+    lines += [_measured(run) for run in padded]
     lines += [answers.note(runs)] if runs else []
     return inert("\n\n".join(lines)) + "\n"
+
+
+def _measured(run: Run) -> str:
+    about = run.first
+    return f"{run.about}; grid {about['grid']}, run {about['run_id']}, kvnb {about['kvnb_commit'][:12]}."

@@ -21,25 +21,37 @@ from IPython.display import Markdown, display
 from kvnb import copies, machine, paths
 from kvnb.bench import results, stats
 from kvnb.problem import models
+from kvnb.problem.case import NULL_BLOCKS
 from kvnb.report import answers
-from kvnb.report.answers import ISSUE, OURS, Run, duration, interval, label, rows_of, speedup, times
+from kvnb.report.answers import ISSUE, OURS, Run, count, duration, interval, label, neither, rows_of, speedup, times
+from kvnb.report.words import mean
 from kvnb.reserve import replay
 
 GRID, SLOT, WIDE = "padding", "null_slot", "torch.index_copy_wide"
-NULL = (SLOT, "null_block", "null_blocks")
+NULL = {SLOT: 1, "null_block": 1, "null_blocks": NULL_BLOCKS}  # policy: blocks that it takes of the pool
+SPREAD = tuple(NULL)[1:]
 DRAWN = ("skip", *NULL, "last_slot")  # remap writes as null_slot does, and filter has no graph
-OTHERS = ("skip", *NULL[1:], "last_slot", "remap")  # beside one null slot
+OTHERS = ("skip", *SPREAD, "last_slot", "remap")  # beside one null slot
+SIZES = dict(zip(replay.CAPTURED, (
+    "vLLM's captured sizes (1, 2, 4, multiples of 8 up to 256, of 16 up to 512)", "powers of two")))  # fmt: skip
+VLLM_SIZES = next(iter(SIZES))
 RANKS = (2, 4, 8)  # of context parallelism
 HEAVY, RANK = replay.rank_share(1, 1, 4), "a rank's padding in context parallelism of 4"
 LOADS = (1.0, 2.0, 3.0)  # of the trace, so that small and large batches come up
 USUALLY = 0.95  # of steps have at most the share that is said to occur
 BATCHES = (8, 64, 256, 512)  # ends of ranges of decode batches
 BLOCK_SIZES = (16, 64, 256)
+SCARCE = {"block_size": 16, "load": 2.0}  # of the replay that one block less might disturb
 POOL = f"a pool of {models.POOL_BYTES / models.GIB:.0f} GiB"
 ASKED = "What does a reserved slot cost?"
 QUESTIONS = ("When it is not free", "When it is free", "What to do")
+NEITHER = "no kernel of this run does both"
 UNTIMED = "What padding costs in time is not measured"
 LACKING = "No run of grid padding is recorded yet (make record GRID=padding)."
+UNREPEATED = (
+    "This machine's times differ in every run, and with live = no a page is the same every time. `make report`, or "
+    "this notebook with live = auto, measures and shows them here."
+)
 POISON = "Zero the null block after warm-up, or skip: attention multiplies what it masks by 0, and 0 x NaN is NaN."
 LIVE = {"workers": 1, "rounds": 3}  # a look at this machine; a record takes 3 and 10
 
@@ -49,8 +61,9 @@ LIVE = {"workers": 1, "rounds": 3}  # a look at this machine; a record takes 3 a
 
 @dataclass(frozen=True)
 class Replayed:
-    """A trace under LOADS: `shares` as replay.padded_shares has them, of steps that only decode, and `capacity` without
-    and with a reserve at load 2, in a pool of twice the blocks of the longest request."""
+    """A trace under LOADS: `shares` as replay.padded_shares has them, of steps that only decode, and `capacity` with
+    none, one and NULL_BLOCKS reserved of a SCARCE pool: twice the blocks of the longest request, or NULL_BLOCKS more.
+    """
 
     name: str
     trace: pd.DataFrame
@@ -66,17 +79,19 @@ def replayed(path: str | None = None) -> Replayed:
     """
     trace = replay.read_trace(path) if path else replay.synthetic_trace()
     steps = pd.concat(replay.replay(trace, load=load, max_num_seqs=BATCHES[-1]).steps for load in LOADS)
-    scarce = 2 * -(-int((trace["context"] + trace["generated"]).max()) // 16)
+    longest = -(-int((trace["context"] + trace["generated"]).max()) // SCARCE["block_size"])
+    scarce = max(2 * longest, longest + NULL_BLOCKS)
     name = f"{f'trace {Path(path).name}' if path else 'synthetic trace'} of {len(trace):,} requests"
     shares = replay.padded_shares(steps[steps["prefill"] == 0])
     if shares.empty:
         raise ValueError(f"{name}: while requests arrive, no step only decodes; give a longer trace")
-    return Replayed(name, trace, shares, replay.capacity(trace, scarce, load=2.0))
+    return Replayed(name, trace, shares, replay.capacity(trace, scarce, (0, 1, NULL_BLOCKS), **SCARCE))
 
 
-def usual_share(shares: pd.DataFrame, tokens: int) -> float:
-    """The padded share that USUALLY is not exceeded in batches that vLLM rounds up to `tokens`; 0 where none is."""
-    here = shares[(shares["captured"] == next(iter(replay.CAPTURED))) & (shares["rows"] == tokens)]
+def usual_share(shares: pd.DataFrame, tokens: int, captured: str = VLLM_SIZES) -> float:
+    """The padded share that USUALLY is not exceeded in batches that a list of replay.CAPTURED rounds up to `tokens`; 0
+    where none is."""
+    here = shares[(shares["captured"] == captured) & (shares["rows"] == tokens)]
     return float(here["share"].quantile(USUALLY)) if len(here) else 0.0
 
 
@@ -96,24 +111,28 @@ def shares_table(shares: pd.DataFrame) -> pd.DataFrame:
         row["steps"] = f"{len(here) / (rows['captured'] == name).sum():.1%}"
         for words, at in (("median", 0.5), (f"{USUALLY:.0%} of steps at most", USUALLY), ("at most", 1)):
             share, padded = here[["share", "padded"]].quantile(at)
-            row[words] = f"{share:.1%}, {answers.count(round(padded), 'row')}"
+            row[words] = f"{share:.1%}, {count(round(padded), 'row')}"
         told.append(row)
     return pd.DataFrame(told)
 
 
 def held(found: Replayed) -> str:
-    """What N and N - 1 blocks hold, in a clause."""
-    rows = found.capacity.to_dict("records")
-    blocks, mean, lost = (" and ".join(words.format(row[name]) for row in rows) for name, words in (
-        ("usable blocks", "{:,}"), ("held in the mean", "{:.2f}"), ("preempted", "{:,}")))  # fmt: skip
-    return f"{blocks} blocks hold {mean} requests in the mean and preempt {lost} times ({found.name})"
+    """What a scarce pool holds with all of its blocks, and with fewer, in a sentence."""
+    blocks = found.capacity["usable blocks"]
+    each = zip(blocks, found.capacity["held in the mean"])
+    told = ", ".join(f"{held:.2f} with {f'{blocks[0] - usable} less' if usable < blocks[0] else 'all of them'}"
+                     for usable, held in each)  # fmt: skip
+    pool = f"{blocks[0]:,} blocks of {SCARCE['block_size']} tokens, {found.name}, load {SCARCE['load']:g}"
+    return f"Requests that a pool made scarce ({pool}) holds in the mean: {told}."
 
 
 def memory_rows() -> pd.DataFrame:
-    """One block of each model of models.CACHES: model, block_size, tokens, MiB, percent (of POOL), source."""
+    """One block of each model of models.CACHES, on one of its `tp` GPUs: model (with its degree), block_size, tokens,
+    MiB, percent (of POOL), source."""
     return pd.DataFrame(
-        {"model": model.name, "block_size": size, "tokens": model.tokens_per_block(size),
-         "MiB": model.block_bytes(size) / 2**20, "percent": 100 * model.share(block_size=size), "source": model.source}
+        {"model": model.title, "block_size": size, "tokens": model.tokens_per_block(size, model.tp),
+         "MiB": model.block_bytes(size, model.tp) / 2**20,
+         "percent": 100 * model.share(block_size=size, tp=model.tp), "source": model.source}
         for model in models.CACHES for size in BLOCK_SIZES
     )  # fmt: skip
 
@@ -131,7 +150,12 @@ def memory_table() -> pd.DataFrame:
 def memory() -> str:
     """The smallest and largest share of memory_rows, in words."""
     rows = memory_rows().sort_values("percent").iloc[[0, -1]].itertuples()
-    return " to ".join(f"{row.percent:.2g} % ({row.model}, {row.tokens:,} tokens)" for row in rows) + f" of {POOL}"
+    return " to ".join(f"{row.percent:#.2g} % ({row.model}, {row.tokens:,} tokens)" for row in rows) + f" of {POOL}"
+
+
+def bill(blocks: int = 1) -> str:
+    """What so many blocks take of the pool of the model whose block takes most."""
+    return f"at most {blocks * memory_rows()['percent'].max():#.2g} % of {POOL}"
 
 
 # -- what a run says
@@ -140,7 +164,8 @@ def memory() -> str:
 class PaddedRun(Run):
     """A run of grid `padding`; a copy under another policy than skip is named `copy policy`."""
 
-    def __init__(self, samples: pd.DataFrame) -> None:
+    def __init__(self, samples: pd.DataFrame, path: Path | None = None) -> None:
+        self.path = path  # of its file
         named = samples["copy"] + " " + samples["policy"]
         super().__init__(samples.assign(copy=named.mask(samples["policy"] == "skip", samples["copy"])))
         del self.where["padding"]
@@ -166,7 +191,7 @@ class PaddedRun(Run):
 
 @cache
 def load(path: str | Path) -> PaddedRun:
-    return PaddedRun(results.load(path))
+    return PaddedRun(results.load(path), Path(path))
 
 
 def find_runs(runs: str | Iterable[str | Path] = "newest") -> list[Path]:
@@ -204,7 +229,7 @@ def measured_in(notebook: Path) -> list[Path]:
 
 def decision(run: PaddedRun | None, found: Replayed) -> list[tuple[str, str]]:
     """Three lines, each with its question: when a reserve is not free, when it is, what to do. None: not timed."""
-    one = f"One block is {memory()}; {held(found)}."
+    one = f"One block is {memory()}. {held(found)}"
     if run is None:
         told = (f"{UNTIMED}. {LACKING}", f"{one} {UNTIMED}.", f"{POISON} Where to send padding: not measured.")
     else:
@@ -221,46 +246,85 @@ def markdown(lines: list[tuple[str, str]]) -> str:
     return "\n".join(f"- **{question}:** {told}" for question, told in lines)
 
 
+def certainty(run: PaddedRun) -> str:
+    """What the intervals rest on, and which differences are not called."""
+    costs = [run.cost(copy) for copy in run.main]
+    return answers.brackets(run.samples, pd.concat(costs) if costs else pd.DataFrame())
+
+
 def _not_free(run: PaddedRun) -> str:
     told = []
     for copy in run.main:
         rows = run.cost(copy)
         dear, heavy = rows[rows["verdict"] == "FASTER"], rows[rows["padding"] == HEAVY]
-        text = f"{label(copy)} takes longer in {len(dear)} of {answers.count(len(rows), 'padded cell')}"
+        text = f"{label(copy)} takes longer in {len(dear)} of {count(len(rows), 'padded cell')}"
         if len(dear):
             text += f", from {dear['rows'].min():.0f} padded rows on, up to {_most(dear)}"
         told.append(text + (f", and to {times(heavy['speedup'].max())} at {HEAVY:.0%}" if len(heavy) else ""))
-    what = "; ".join(told) or "no kernel of this run does both"
+    what = "; ".join(told) or NEITHER
     return f"{run.about}. With padding written to one null slot, not skipped, {what} ({HEAVY:.0%}: {RANK})."
 
 
 def _free(run: PaddedRun, shares: pd.DataFrame) -> str:
+    """What the padding of a rounded-up batch costs, by list of captured sizes."""
     told = []
-    for copy in run.main:
-        rows = run.cost(copy)
-        rows = rows[rows["padding"] <= rows["num_tokens"].map(lambda tokens: usual_share(shares, tokens))]
-        same, dear = ((rows["verdict"] == verdict).sum() for verdict in ("SAME", "FASTER"))
-        cells = answers.count(len(rows), "cell")
-        told.append(f"{label(copy)} takes longer in {dear} of {cells} and as long in {same}")
-    what = "; ".join(told) or "no kernel of this run does both"
-    return f"With no more padding than rounding a batch up to captured sizes usually leaves: {what}."
+    for captured, sizes in SIZES.items():
+        usual = {tokens: usual_share(shares, tokens, captured) for tokens in sorted(run.cells()["num_tokens"].unique())}
+        left = ", ".join(f"{share:.0%} of {tokens:,} rows" for tokens, share in usual.items() if share)
+        costs = "; ".join(_usual_cost(run.cost(copy), label(copy), usual) for copy in run.main) or NEITHER
+        if left:
+            told.append(f"Rounding a batch up to {sizes} usually leaves at most {left} padded. With no more, {costs}.")
+    return " ".join(told)
+
+
+def _usual_cost(rows: pd.DataFrame, name: str, usual: dict[int, float]) -> str:
+    """What one null slot costs at most with the `usual` padding of each number of tokens, and with what was measured
+    next above that."""
+    within = is_usual(rows, usual)
+    here, dear = rows[within], rows[within & (rows["verdict"] == "FASTER")]
+    more = rows[~within & rows["num_tokens"].map(usual).gt(0)]
+    above = more[more["padding"] == more.groupby("num_tokens")["padding"].transform("min")]
+    above = above[above["verdict"] == "FASTER"]
+    same, cells = (here["verdict"] == "SAME").sum(), count(len(here), "cell")
+    told = f"{name} takes longer in {len(dear)} of {cells} and as long in {same}"
+    told += f", up to {_most(dear)}" if len(dear) else ""
+    return told + (f", and at the next larger share measured up to {_most(above)}" if len(above) else "")
+
+
+def is_usual(rows: pd.DataFrame, usual: dict[int, float]) -> pd.Series:
+    """Which rows are padded no more than is `usual` for their number of tokens."""
+    return rows["padding"] <= rows["num_tokens"].map(usual)
 
 
 def _advice(run: PaddedRun) -> str:
-    """By the policies' costs in the cells where one slot costs."""
-    costs = {policy: [] for policy in NULL}
+    """Skip; and where an index copy cannot, the null policy that serves it best where much is padded."""
+    worst = {}
     for copy in run.main:
         dear = run.cost(copy).query("verdict == 'FASTER'")[stats.PLACE]
         for policy in NULL:
-            costs[policy].append(run.cost(copy, policy).merge(dear, on=stats.PLACE))
-    costs = {policy: pd.concat(rows) for policy, rows in costs.items() if any(map(len, rows))}
-    if not costs:
+            worst.setdefault(policy, []).extend(run.cost(copy, policy).merge(dear, on=stats.PLACE)["speedup"])
+    told = ", ".join(f"{times(max(ratios))} with {policy}" for policy, ratios in worst.items() if ratios)
+    if not told:
         return "No kernel of this run pays for one null slot."
-    worst = {policy: rows["speedup"].max() for policy, rows in costs.items()}
-    best = min(worst, key=worst.get)
-    spread = f"where an index copy must write padding, send it to {best}" if best != SLOT else "spreading does not help"
-    told = ", ".join(f"{times(ratio)} with {policy}" for policy, ratio in worst.items())
-    return f"Let the kernel skip; {spread} (times of skipping, in the worst cell of a kernel: {told})."
+    kernels = " and ".join(map(label, run.main))
+    return f"Let the kernel skip (times of skipping, in the worst cell of {kernels}: {told}). {_spreading(run)}"
+
+
+def _spreading(run: PaddedRun) -> str:
+    """What index copies gain by each other null policy over one null slot, where much is padded."""
+    gains = {(copy, policy): rows for copy in (ISSUE, WIDE) for policy in SPREAD
+             if len(rows := run.over(f"{copy} {policy}", f"{copy} {SLOT}").query("padding >= @HEAVY"))}  # fmt: skip
+    if not gains:
+        return "No index copy of this run says how to spread padding."
+    each = {name: pd.concat(rows for (_, policy), rows in gains.items() if policy == name) for _, name in gains}
+    best = max(each, key=lambda policy: _mean(each[policy]))
+    helps = mean(each[best])["verdict"] == "FASTER"
+    blocks = f"{count(NULL[best], 'block')}, {bill(NULL[best])}"
+    lead = f"Where an index copy must write padding, send it to {best} ({blocks})" if helps else (
+        "Where an index copy must write padding, spreading it does not help")  # fmt: skip
+    told = ", ".join(f"{label(copy)} {interval(found := mean(rows))}{neither(found)} with {policy}"
+                     for (copy, policy), rows in gains.items())  # fmt: skip
+    return f"{lead}; speedup over one null slot, {HEAVY:.0%} padded and more: {told}."
 
 
 def _most(rows: pd.DataFrame) -> str:
@@ -281,7 +345,7 @@ def sentences(run: PaddedRun) -> list[str]:
             won, lost = (rivals[best][rivals[best]["verdict"] == verdict] for verdict in ("FASTER", "SLOWER"))
             text = f"{label(copy)} with {best} against {run.hand} skipping: slower in {len(lost)}"
             top = f", by up to {_most(won)}" if len(won) else ""
-            told.append(f"{text} of {answers.count(len(rivals[best]), 'padded cell')}, faster in {len(won)}{top}.")
+            told.append(f"{text} of {count(len(rivals[best]), 'padded cell')}, faster in {len(won)}{top}.")
     return told
 
 
@@ -328,9 +392,9 @@ def padding_alt(run: PaddedRun, copy: str) -> str:
     for tokens, panel in rows.groupby("num_tokens"):
         ends = [f"{policy} {duration(line['seconds'].iloc[0])} to {duration(line['seconds'].iloc[-1])}"
                 for policy, line in panel.groupby("policy")]  # fmt: skip
-        told.append(f"{answers.count(tokens, 'token')}: {', '.join(ends)}")
-    shares = f"{rows['padding'].min():.0%} to {rows['padding'].max():.0%}"
-    return f"Line charts. Time of {label(copy)} on {run.machine}, {shares} padded, scattered. {'; '.join(told)}."
+        shares = f"{panel['padding'].min():.0%} to {panel['padding'].max():.0%} padded"
+        told.append(f"{count(tokens, 'token')}, {shares}: {', '.join(ends)}")
+    return f"Line charts. Time of {label(copy)} on {run.machine} by padded share, scattered. {'; '.join(told)}."
 
 
 def shares_alt(shares: pd.DataFrame) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,12 +202,12 @@ def rank_share(batch: int, rows: int, ranks: int) -> float:
     return 1 - batch / (rows * ranks)
 
 
-def capacity(trace: pd.DataFrame, num_blocks: int, **options) -> pd.DataFrame:
-    """The same trace on N blocks without the reserve and with it: requests held, preempted, and how long it took."""
+def capacity(trace: pd.DataFrame, num_blocks: int, reserved: Iterable[int] = (0, 1), **options) -> pd.DataFrame:
+    """The same trace on `num_blocks` blocks, so many of them `reserved`: requests held, preempted, how long it took."""
     table = []
-    for reserve in (False, True):
-        steps = replay(trace, num_blocks, reserve=reserve, **options).steps
-        row = {"usable blocks": num_blocks - reserve, "most held": steps["running"].max()}
+    for blocks in reserved:  # a pool reserves one: of several, the others are as good as not there
+        steps = replay(trace, num_blocks - max(0, blocks - 1), reserve=blocks > 0, **options).steps
+        row = {"usable blocks": num_blocks - blocks, "most held": steps["running"].max()}
         row |= {"held in the mean": steps["running"].mean(), "preempted": steps["preempted"].sum()}
         table.append(row | {"steps": len(steps), "seconds": steps["seconds"].iloc[-1]})
     return pd.DataFrame(table)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import select
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import nbformat
 import pytest
 
 from kvnb import paths
-from kvnb.report import execute
+from kvnb.report import execute, pages
 
 NOTEBOOK = "03_compare"
 FIRST = "import sys\nprint(sys.executable)\nprint('half', file=sys.stderr)"
@@ -116,6 +117,21 @@ def test_what_is_no_notebook_is_a_failure_too(run, tmp_path):
     (paths.NOTEBOOKS / f"{NOTEBOOK}.ipynb").write_text('{"cells": [')
     outcome = execute.execute(NOTEBOOK, {}, tmp_path / "out")
     assert "JSON" in outcome.failure[-1] and files(outcome) == [f"{NOTEBOOK}.failed.ipynb"]
+
+
+def test_a_notebook_that_fills_its_temporary_folder_is_a_failure_too(run):
+    """No file may have more than 60,000 bytes: what papermill wrote of this one is cut off."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        outcome, notebook = run("'x' * 70_000")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome.failure == ("OSError: [Errno 27] File too large",)
+    assert files(outcome) == [f"{NOTEBOOK}.failed.ipynb"]
+    (told,) = notebook.cells
+    assert told.source.endswith("\n\n    OSError: [Errno 27] File too large")
+    assert "File too large" in pages.page(outcome, []).read_text()
 
 
 def test_a_cell_that_leaves_early_is_a_failure(run):

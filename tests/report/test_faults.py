@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -193,6 +194,20 @@ def whole_report(said: Path) -> None:
     main()
 
 
+def write_a_page(folder: Path, said: Path) -> None:
+    """Where no file may be longer than 4 KiB: more fails to be written, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    with open(said, "w") as sys.stderr, cli._writing(folder), paths.whole(folder / "index.html") as partial:
+        partial.write_text("x" * 5000)
+
+
+def test_a_report_that_cannot_be_written_is_one_line(small, forks):
+    folder, said = paths.REPORTS / "mine", small / "said"
+    assert ended(start(forks, write_a_page, folder, said)) == 1
+    told = f"kvnb: {folder} cannot be written ([Errno 27] File too large): make room there, and begin again\n"
+    assert said.read_text() == told and not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file_and_says_one_line(small, forks, number):
     """Stopped in a notebook's kernel, which answers an interrupt with a traceback."""
@@ -236,6 +251,16 @@ def stop_while_writing(folder: Path) -> None:
 def test_a_report_stopped_between_notebooks_lets_go_of_its_folder(small, forks):
     assert ended(start(forks, stop_while_writing, paths.REPORTS / "mine")) == 128 + signal.SIGTERM
     assert list((paths.REPORTS / "mine").iterdir()) == []
+
+
+def test_a_folder_in_the_place_of_the_link_to_the_newest_report_stays(small, capsys):
+    """As where the tree was copied, and what links lead to with it."""
+    latest = paths.REPORTS / "latest"
+    latest.mkdir()
+    cli._lead_to("mine")
+    told = f"kvnb: {latest} does not lead to this report (Is a directory): move it away\n"
+    assert capsys.readouterr().err == told
+    assert [*paths.REPORTS.iterdir()] == [latest] and not latest.is_symlink()
 
 
 # ---------------------------------------------------------------------------------------------- refused before a kernel

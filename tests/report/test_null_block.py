@@ -24,8 +24,10 @@ from kvnb.report.null_block import HEAVY, PaddedRun
 SHARES = pd.DataFrame(  # of 100 steps that round up to 8 rows, 5 leave more than 12.5 %; nothing else occurs
     {"captured": "8 and 16 apart", "batch": [7] * 96 + [5] * 4, "rows": 8, "share": [0.125] * 96 + [0.375] * 4}
 )
+POWERS = pd.DataFrame({"captured": "powers of two", "batch": 300, "rows": 512, "share": [212 / 512] * 9})
+BOTH = pd.concat([SHARES, POWERS])
 CAPACITY = pd.DataFrame(
-    {"usable blocks": [100, 99], "most held": 5, "held in the mean": [4.25, 4.125], "preempted": [7, 8], "steps": 9}
+    {"usable blocks": [100, 99, 92], "most held": 5, "held in the mean": [4.25, 4.125, 4], "preempted": 7, "steps": 9}
 )
 FOUND = null_block.Replayed("a trace", pd.DataFrame(), SHARES, CAPACITY)
 
@@ -74,27 +76,88 @@ def test_the_second_line_counts_only_the_padding_that_occurs(padded):
     told = null_block.decision(padded, FOUND)[1][1]
     reached = [case for case in grid("padding") if case.num_tokens == 8 and 0 < case.padding <= 0.125]
     assert f"vllm==0.33.0 takes longer in 0 of {len(reached)} cells and as long in {len(reached)}; kvnb" in told
-    assert "100 and 99 blocks hold 4.25 and 4.12 requests in the mean and preempt 7 and 8 times (a trace)." in told
-    assert null_block.memory() in told
+    sizes = "vLLM's captured sizes (1, 2, 4, multiples of 8 up to 256, of 16 up to 512)"
+    assert f"Rounding a batch up to {sizes} usually leaves at most 12% of 8 rows padded. With no more, vllm==" in told
+    assert null_block.memory() in told and "powers of two" not in told, "which left nothing"
+
+
+def test_capacity_is_of_a_pool_made_scarce_and_apart_from_memory():
+    pool = "(100 blocks of 16 tokens, a trace, load 2)"
+    told = "in the mean: 4.25 with all of them, 4.12 with 1 less, 4.00 with 8 less."
+    assert null_block.held(FOUND) == f"Requests that a pool made scarce {pool} holds {told}"
+    assert f"of a pool of 60 GiB. {null_block.held(FOUND)}" in null_block.decision(None, FOUND)[1][1]
+
+
+def test_powers_of_two_leave_more_and_what_that_costs_stands_beside(padded):
+    told = null_block.decision(padded, null_block.Replayed("a trace", pd.DataFrame(), BOTH, CAPACITY))[1][1]
+    ours, theirs = told.split("Rounding a batch up to ")[1:]
+    assert ours.startswith("vLLM's captured sizes (") and " up to " not in ours.split("With no more")[1]
+    assert theirs.startswith("powers of two usually leaves at most 41% of 512 rows padded. With no more, ")
+    rows = ratios(padded, "kvnb", "kvnb null_slot").query("num_tokens == 512")
+    within, above = rows[rows["padding"] <= 0.41], rows[rows["padding"] == 0.5]
+    dear = (within["speedup"] > 1.021).sum()
+    assert 0 < dear < len(within)
+    clause = theirs.split("kvnb takes ")[1]
+    assert clause.startswith(f"longer in {dear} of {len(within)} cells")
+    assert f", up to {within['speedup'].max():.2f} [" in clause and "(25% padded, 512 tokens" in clause
+    assert f"at the next larger share measured up to {above['speedup'].max():.2f} [" in clause
 
 
 def test_where_a_small_share_costs_the_second_line_says_so(padded):
     slow = padded.samples["copy"].eq("kvnb null_slot") & padded.samples["num_tokens"].eq(8)
     samples = padded.samples.assign(seconds=padded.samples["seconds"] * np.where(slow, 2, 1), policy="skip")
     told = null_block.decision(PaddedRun(samples), FOUND)[1][1]
-    assert re.search(r"kvnb takes longer in (\d) of \1 cells and as long in 0\.", told)
+    assert re.search(r"kvnb takes longer in (\d) of \1 cells and as long in 0, up to [12]\.\d\d \[", told)
 
 
 def test_the_third_line_names_the_policy_with_the_least_worst_cost(padded):
     told = null_block.decision(padded, FOUND)[2][1]
-    assert "Let the kernel skip; where an index copy must write padding, send it to null_blocks (times of" in told
+    assert "Let the kernel skip (times of skipping, in the worst cell of vllm==0.33.0 and kvnb: " in told
+    most = 8 * null_block.memory_rows()["percent"].max()
+    to = f"send it to null_blocks (8 blocks, at most {most:.2f} % of a pool of 60 GiB); speedup over one null slot"
+    assert f"Where an index copy must write padding, {to}, 75% padded and more: torch.index_put" in told
     for policy in null_block.NULL:
         worst = []
         for copy in padded.main:
             dear = ratios(padded, copy, f"{copy} null_slot")["speedup"] > 1.021
             worst.append(ratios(padded, copy, f"{copy} {policy}")["speedup"][dear].max())
         assert f"{answers.times(max(worst))} with {policy}" in told
+        if policy != "null_slot":
+            for copy in ("torch.index_put", "torch.index_copy_wide"):
+                rows = ratios(padded, f"{copy} {policy}", f"{copy} null_slot")
+                gain = np.exp(np.log(rows[rows["padding"] >= HEAVY]["speedup"]).mean())
+                assert re.search(rf"{re.escape(answers.label(copy))} {gain:.2f} \[[\d., ]+\] with {policy}[,.]", told)
     assert null_block.POISON in told
+
+
+def test_index_copies_are_advised_by_their_own_times(padded):
+    slow = padded.samples["copy"].isin([f"{copy} null_blocks" for copy in ("torch.index_put", "torch.index_copy_wide")])
+    seconds = padded.samples["seconds"]
+    told = {}
+    for name, worse in (("null_block", slow), ("none", slow | padded.samples["copy"].str.endswith(" null_block"))):
+        samples = padded.samples.assign(seconds=seconds * np.where(worse, 9, 1), policy="skip")
+        told[name] = null_block.decision(PaddedRun(samples), FOUND)[2][1]
+    assert "send it to null_block (1 block, at most " in told["null_block"]
+    assert "padding, spreading it does not help; speedup" in told["none"]
+    kernels = padded.samples[~padded.samples["family"].eq("torch")].assign(policy="skip")
+    text = null_block.decision(PaddedRun(kernels), FOUND)[2][1]
+    assert "No index copy of this run says how to spread padding." in text and "nan" not in text
+
+
+def test_certainty_is_the_runs_own(padded):
+    rows = padded.samples
+    assert null_block.certainty(padded) == (
+        "In brackets: 95 % intervals, from 3 workers of up to 5 rounds. A difference below 2.0% counts as none."
+    )
+    few = PaddedRun(rows[rows["worker"].le(0) & rows["round"].lt(2)].assign(policy="skip"))
+    assert "from 1 worker (not 3: they are too short) of up to 2 rounds." in null_block.certainty(few)
+    again = rows["copy"].eq("kvnb.again")
+    for by, low, told in ((1.05, 0.045, "A difference below {:.1%} counts"), (2, 0.9, "A noise floor of {:.0%} hides")):
+        loud = PaddedRun(rows.assign(seconds=rows["seconds"] * np.where(again, by, 1), policy="skip"))
+        margin = loud.cost("kvnb")["margin"].max()
+        assert low < margin < 1.2 * by and told.format(margin) in null_block.certainty(loud)
+    silent = PaddedRun(rows[rows["family"].eq("torch")].assign(policy="skip"))
+    assert null_block.certainty(silent).endswith("rounds."), "no kernel, no margin"
 
 
 def test_where_nothing_costs_nothing_is_advised(padded):
@@ -107,7 +170,7 @@ def test_where_nothing_costs_nothing_is_advised(padded):
 def test_without_a_run_what_the_cpu_knows_is_said_and_nothing_of_time():
     first, second, third = (told for _, told in null_block.decision(None, FOUND))
     assert "not measured" in first and "make record GRID=padding" in first
-    assert null_block.memory() in second and "100 and 99 blocks" in second and "not measured" in second
+    assert null_block.memory() in second and "(100 blocks" in second and "not measured" in second
     assert third.startswith(null_block.POISON)
     assert not re.search("FASTER|SLOWER|SAME|UNDECIDED|free", " ".join((first, second, third)))
 
@@ -147,6 +210,7 @@ def test_shares_are_what_the_steps_say():
     assert (row["batches"], row["steps"], row["median"]) == ("1 to 8", "100.0%", "12.5%, 1 row")
     assert (row["95% of steps at most"], row["at most"]) == ("12.5%, 1 row", "37.5%, 3 rows")
     assert [null_block.usual_share(SHARES, tokens) for tokens in (8, 16)] == [0.125, 0.0]
+    assert [null_block.usual_share(BOTH, 512, name) for name in null_block.SIZES] == [0, 212 / 512]
 
 
 def test_memory_is_of_every_model_and_block_size():
@@ -155,8 +219,21 @@ def test_memory_is_of_every_model_and_block_size():
     llama = rows[(rows["model"] == "Llama-3.1-8B") & (rows["block_size"] == 16)].iloc[0]
     assert (llama["MiB"], llama["percent"]) == (2.0, pytest.approx(100 / 30_720))
     table = null_block.memory_table()
-    assert list(table["model"]) == [model.name for model in models.CACHES]
+    assert list(table["model"]) == [model.title for model in models.CACHES]
+    largest = rows[rows["model"] == "Llama-3.1-405B, TP 16"].set_index("block_size")["MiB"]
+    assert largest[256] == 126 * 256 * 2 * 128 * 2 / 2**20, "one of its 8 KV heads on each GPU"
+    assert null_block.bill() == f"at most {rows['percent'].max():.2f} % of a pool of 60 GiB"
     assert list(table["source"]) == [model.source for model in models.CACHES]
+
+
+def test_models_stand_on_as_many_gpus_as_hold_them_and_no_more():
+    degrees = {model.name.split(" ")[0]: model.tp for model in models.CACHES}
+    known = {"Llama-3.1-8B": 1, "Qwen3-32B": 1, "Llama-3.1-70B": 2, "Llama-3.1-405B": 16, "Qwen3-235B-A22B": 8}
+    assert degrees.items() >= known.items()
+    for model in models.CACHES:
+        left = [141e9 - model.gigabytes * 1e9 / tp - 60 * 2**30 for tp in (model.tp, model.tp / 2)]
+        assert left[0] >= 0 and (left[1] < 0 or model.tp == 1)
+        assert model.title == (f"{model.name}, TP {model.tp}" if model.tp > 1 else model.name)
 
 
 @pytest.mark.parametrize("copy", ["kvnb", "torch.index_put"])
@@ -216,7 +293,9 @@ def test_alt_texts_describe_what_is_drawn(padded):
     text = null_block.padding_alt(padded, "kvnb")
     line = null_block.padding_rows(padded, "kvnb").query("num_tokens == 8192 and policy == 'null_slot'")
     ends = line[line["padded"] == "scattered"]["seconds"].iloc[[0, -1]]
-    assert f"null_slot {ends.iloc[0] * 1e6:.1f} us to {ends.iloc[1] * 1e6:.1f} us" in text.split("8,192 tokens: ")[1]
+    last = text.split("8,192 tokens, 0% to 94% padded: ")[1]
+    assert f"null_slot {ends.iloc[0] * 1e6:.1f} us to {ends.iloc[1] * 1e6:.1f} us" in last
+    assert ". 8 tokens, 0% to 75% padded: " in text, "no more was measured there"
     assert "8 and 16 apart: median 12.5%, 95% of steps at most 12.5%" in null_block.shares_alt(SHARES)
 
 
@@ -245,7 +324,12 @@ def test_a_trace_of_ones_own_is_replayed(tmp_path):
     parameters.check("04_null_block", {"trace": str(path)})
     found = null_block.replayed(str(path))
     assert found.name == "trace mine.csv of 40 requests"
-    assert {*found.shares["captured"]} == {"8 and 16 apart", "powers of two"} and len(found.capacity) == 2
+    assert {*found.shares["captured"]} == {"8 and 16 apart", "powers of two"} and len(found.capacity) == 3
+    short = (f"2023-11-16 18:17:{i:02d}.0,3,9" for i in range(40))
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *short]))
+    null_block.replayed.cache_clear()
+    few = null_block.replayed(str(path)).capacity["usable blocks"]
+    assert list(few) == [9, 8, 1], "requests of one block, and 8 reserved, still leave one"
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", lines[0]]))
     null_block.replayed.cache_clear()
     with pytest.raises(ValueError, match="of 1 requests: while requests arrive, no step only decodes"):

@@ -118,6 +118,9 @@ def test_four_ranks_leave_three_quarters_of_their_rows_padded():
 def test_capacity_compares_n_blocks_with_n_less_one():
     table = replay.capacity(replay.synthetic_trace(40), 700, token_budget=512)
     assert table["usable blocks"].tolist() == [700, 699]
+    steps = replay.replay(replay.synthetic_trace(40), 692, reserve=False, token_budget=512).steps
+    fewer = replay.capacity(replay.synthetic_trace(40), 700, (0, 8), token_budget=512)
+    assert fewer["usable blocks"].tolist() == [700, 692] and fewer["held in the mean"][1] == steps["running"].mean()
     assert (table["most held"] <= 40).all()
 
 
