@@ -14,13 +14,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvnb import paths
-from kvnb.copies.base import FAMILIES, PARTS, TIMERS, bytes_moved, nearest
+from kvnb.copies.base import FAMILIES, PARTS, STATES, TIMERS, bytes_moved, nearest
 from kvnb.problem.case import CASE_FIELDS, GRIDS, Case
 from kvnb.problem.slots import POLICIES
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "wrong", "unsupported", "out_of_memory", "error")
 KNOWN = {"status": STATUSES, "grid": GRIDS, "family": FAMILIES, "policy": POLICIES, "part": PARTS, "timer": TIMERS}
+KNOWN["state"] = STATES
+LEAST = {"worker": -1, "round": -1, "sample": -1, "launches": 0, "calls": 1, "graphs": 0, "threads": 1, "l2_bytes": 0}
+NEVER_EMPTY = ("run_id", "copy", "copy_version")
 
 # name, type, unit, meaning
 _COLUMNS = [
@@ -105,10 +108,12 @@ class RunFileError(ValueError):
 def write(rows: list[dict] | pa.Table, path: Path) -> Path:
     """Write rows as a run file, complete or not at all: a temporary name beside `path`, then a rename.
 
-    Raises RunFileError for a row that lacks a column, has an unknown one, or carries an unknown status, and where the
-    file cannot be written: nothing is left of it then, and a file that was there is as it was.
+    Raises RunFileError for rows that `read` would refuse, and where the file cannot be written: nothing is left of it
+    then, and a file that was there is as it was.
     """
     table = (rows if isinstance(rows, pa.Table) else _table(rows)).cast(SCHEMA)
+    if wrong := _wrong(table):
+        raise RunFileError(f"{path} is not written: it {wrong}")
     try:
         with paths.whole(path) as partial:
             pq.write_table(table, partial, compression="zstd", compression_level=9, write_page_checksum=True)
@@ -122,9 +127,10 @@ def _table(rows: list[dict]) -> pa.Table:
     for row in rows:
         if row.keys() != names:
             raise RunFileError(f"row lacks {sorted(names - row.keys())} or has unknown {sorted(row.keys() - names)}")
-        if row["status"] not in STATUSES:
-            raise RunFileError(f"status {row['status']!r} is not one of {', '.join(STATUSES)}")
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    try:
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+    except (pa.ArrowException, UnicodeEncodeError) as error:
+        raise RunFileError(f"a row cannot be stored: {error}") from error
 
 
 def save(samples, path: str | Path) -> Path:
@@ -159,8 +165,7 @@ def read(path: Path) -> pa.Table:
         except pa.ArrowException as error:
             raise RunFileError(f"{path} holds a {field.name} that is no {field.type}; {_instead(path)}") from error
     table = pa.table(columns, schema=SCHEMA)
-    wrong = _missing_values(table) or _wrong_values(table) or _mixed_up(table)
-    if wrong:
+    if wrong := _wrong(table):
         raise RunFileError(f"{path} {wrong}; {_instead(path)}")
     return table
 
@@ -177,6 +182,11 @@ def _instead(path: Path) -> str:
     return GIVE
 
 
+def _wrong(table: pa.Table) -> str:
+    """What no run file holds, in words that follow its name; else empty."""
+    return _missing_values(table) or _wrong_values(table) or _contradicting_values(table) or _mixed_up(table)
+
+
 def _missing_values(table: pa.Table) -> str:
     if not len(table):
         return "holds no row"
@@ -191,10 +201,25 @@ def _wrong_values(table: pa.Table) -> str:
     for value in table["utc"].unique().to_pylist():
         if not _is_time(value):
             return f"holds utc {value!r}, not a time as 2026-11-30T08:49:36+00:00"
+    for name, least in LEAST.items():
+        if (found := pc.min(table[name]).as_py()) is not None and found < least:
+            return f"holds {name} {found}, less than {least}"
+    for name in NEVER_EMPTY:
+        if "" in table[name].unique().to_pylist():
+            return f"holds an empty {name}"
+    clock = table["sm_clock_mhz"].drop_null()
+    if not pc.all(pc.and_(pc.greater(clock, 0), pc.is_finite(clock)), min_count=0).as_py():
+        return "holds an sm_clock_mhz that no clock has"
     timed = pc.fill_null(pc.is_finite(table["seconds"]), False)
     fine = pc.equal(table["status"], "ok")
     if not pc.all(pc.equal(timed, fine)).as_py() or not pc.all(pc.equal(table["seconds"].is_valid(), fine)).as_py():
         return "has seconds where status is not ok, or none where it is"
+    if not pc.all(pc.equal(pc.equal(table["reason"], ""), fine)).as_py():
+        return "has a reason where status is ok, or none where it is not"
+    if any(pc.any(pc.and_(fine, pc.less(table[name], 0))).as_py() for name in ("worker", "round", "sample")):
+        return "has samples of worker, round or sample -1, which say that nothing was measured"
+    if not pc.all(pc.equal(pc.equal(table["gpu"], ""), pc.equal(table["timer"], "wall"))).as_py():
+        return "has timer wall beside a GPU, or another one without"
     # Time 2 K less time K of an empty launch could be negative before such slopes were measured again: records hold it.
     no_slope = pc.not_equal(table["family"], "limit")
     if pc.any(pc.and_(pc.less_equal(table["seconds"], 0), no_slope)).as_py():
@@ -209,6 +234,16 @@ def _wrong_values(table: pa.Table) -> str:
         if row["bytes_moved"] != moved:
             return f"holds bytes_moved {row['bytes_moved']}, not {moved}, for {row['copy']}, {case}, part {row['part']}"
     return ""
+
+
+def _contradicting_values(table: pa.Table) -> str:
+    families = table.group_by(["copy", "family"]).aggregate([])["copy"].to_pylist()
+    for copy in {name for name in families if families.count(name) > 1}:
+        return f"holds {copy} in two families"
+    cell = ["run_id", *CASE_FIELDS, "copy", *CELL_FIELDS, "worker"]
+    outcomes = table.group_by([*cell, "status"]).aggregate([])
+    contradict = len(outcomes) - len(outcomes.group_by(cell).aggregate([]))
+    return f"holds {contradict} cells with two outcomes in one worker" if contradict else ""
 
 
 def _is_time(text: str) -> bool:
@@ -228,12 +263,17 @@ def _mixed_up(table: pa.Table) -> str:
     twice = versions.filter(pc.greater(versions["copy_version_count_distinct"], 1))["copy"].to_pylist()
     if twice:
         return f"holds two versions of {twice[0]}: it was resumed after an edit; measure it anew"
-    often = table.group_by([*SAMPLE_FIELDS, "status"]).aggregate([([], "count_all")])
-    again = pc.sum(pc.subtract(often["count_all"], 1)).as_py()
+    again = _samples_twice(table)
     return f"holds {again} samples twice" if again else ""
 
 
+def _samples_twice(table: pa.Table) -> int:
+    return len(table) - len(table.group_by([*SAMPLE_FIELDS]).aggregate([]))
+
+
 def _table_in(path: Path, columns: list[str] | None = None) -> pa.Table:
+    if path.exists() and not path.is_file():
+        raise RunFileError(f"{path} is no file, and so no run file: move it away; {GIVE}")
     try:
         table = pq.read_table(path, partitioning=None, columns=columns, page_checksum_verification=True)
         _ = table.schema.names  # which are decoded only now
@@ -269,19 +309,20 @@ def _first(path: Path, columns: list[str]) -> dict:
 def load(*paths: str | Path):
     """Samples of one or more run files of one machine as a DataFrame: one row per sample, the columns of SCHEMA.
 
-    Raises RunFileError for a missing or foreign file, and for files that differ in anything of the machine or in a
-    copy's version: load those one by one and compare cells.
+    Raises RunFileError for a missing or foreign file, for one that is given twice, and for files that differ in
+    anything of the machine or in a copy's version: load those one by one and compare cells.
     """
-    import pandas as pd
-
     if not paths:
         raise RunFileError("load() needs the path of a run file")
-    frames = []
+    tables = []
     for path in map(Path, paths):
         if not path.is_file():
             raise RunFileError(f"{path} does not exist; run files lie in data/local and data/recorded")
-        frames.append(read(path).to_pandas())
-    samples = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+        tables.append(read(path))
+    table = pa.concat_tables(tables)
+    if len(tables) > 1 and (again := _samples_twice(table)):
+        raise RunFileError(f"these run files hold {again} samples twice: give each run once")
+    samples = table.to_pandas()
     for name in SAME_MACHINE:
         if samples[name].nunique(dropna=False) > 1:
             found = ", ".join(map(str, samples[name].unique()))

@@ -19,10 +19,11 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -40,6 +41,7 @@ WORKERS, ROUNDS = 3, 10  # of a run that asks for nothing else
 START = "spawn"  # how a worker begins: with allocations and a CUDA context of its own
 STOP_SECONDS = 10  # for a worker to end by itself
 STEP_SECONDS = 15 * 60  # for its start, a case's inputs, a cell's prepare, round or verify: compiling takes minutes
+ASKING = "supports or steps"  # of a copy: what it says of a case's cells, a step of a worker's too
 MOST = {"workers": 64, "rounds": 1000}  # more than anybody means: each worker has a CUDA context and caches of its own
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, sys/prctl.h
 INSTEAD = "choose another run name, or remove that file"
@@ -114,12 +116,16 @@ def _claimed(path: Path) -> Iterator[Path]:
 def _goes_on(settings: Settings, parts: Path) -> bool:
     """Whether the folder of parts holds a run that was begun. Raises ValueError where that asked for something else."""
     asked = parts / "settings.json"
-    if asked.exists() and asked.read_text() != settings.text:
-        raise ValueError(
-            f"{parts} holds a run that was cut off and asked for {asked.read_text()}; resume it with these, "
-            "choose another run name, or delete that folder"
-        )
-    return asked.exists()
+    instead = "choose another run name, or delete that folder"
+    try:
+        text = asked.read_text()
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{asked} cannot be read ({error}): mend it, {instead}") from error
+    if text != settings.text:
+        raise ValueError(f"{parts} holds a run that was cut off and asked for {text}; resume it with these, {instead}")
+    return True
 
 
 def _begin(settings: Settings, parts: Path) -> None:
@@ -159,7 +165,7 @@ def _is_finished(settings: Settings, path: Path) -> bool:
         return False
     table = results.read(path)
     _refuse_other_contents(table, settings, path)
-    _refuse_other_versions(table, settings, path)
+    _refuse_other_versions(table, _versions(settings), path)
     here = machine.describe(machine.resolve_device(settings.device))
     for first in table.select(SAME_WHEN_FINISHED).group_by(SAME_WHEN_FINISHED).aggregate([]).to_pylist():
         _refuse_other_machine(first, here, path, SAME_WHEN_FINISHED)
@@ -178,7 +184,7 @@ def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) ->
     if grid_name != "releases":
         everything["copies"] = [name for name in registry if not all_copies.releases.superseded(name)]
     for what, value, valid in (("copies", copies, registry), ("timers", timers, timers_here)):
-        names = [value] if isinstance(value, str) else list(value)
+        names = [value] if isinstance(value, str) else list(dict.fromkeys(value))
         chosen[what] = everything[what] if names == ["all"] else names
         unknown = [name for name in chosen[what] if name not in valid]
         if unknown or not chosen[what]:
@@ -192,15 +198,16 @@ def _checked(device, grid_name, copies, timers, workers, rounds, copies_from) ->
 
 def _measure_parts(settings: Settings, parts: Path) -> None:
     """Measure every case that has no part yet."""
-    cases = grid(settings.grid, _type(settings.device))
-    done = _finished(settings, cases, parts)
+    cases, versions = grid(settings.grid, _type(settings.device)), _versions(settings)
+    done = _finished(versions, cases, parts)
     if len(done) == len(cases):
         return
     workers: list[Worker] = []
     try:
         for number in range(settings.workers):
-            workers.append(Worker(number, settings))
-        about, *_ = [worker.greet() for worker in workers]
+            workers.append(Worker(number, settings, versions))
+        with _keeping(parts):
+            about, *_ = [worker.greet() for worker in workers]
         first = next(iter(done.values()), about | {"run_id": uuid.uuid4().hex[:12]})
         _refuse_other_machine(first, about, parts)
         common = {**about, "utc": first["utc"], "run_id": first["run_id"], "grid": settings.grid}
@@ -208,19 +215,25 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
         form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
         total, ended = (len(some) * len(workers) for some in (cases, done))
         with _keeping(parts), tqdm(total=total, initial=ended, bar_format=form, mininterval=0.5) as bar:
-            run = parts.stem
-            bar.write(f"kvnb: run {run}; if it is cut short, the same with RUN={run} goes on", file=sys.stderr)
+            again = f"the same with RUN={parts.stem}" if parts.parent == paths.LOCAL else "the same command"
+            bar.write(f"kvnb: run {parts.stem}; if it is cut short, {again} goes on", file=sys.stderr)
             for number, case in enumerate(cases):
                 if number in done:
                     continue
-                rows = [row for worker in workers for row in worker.measure(number, case, bar)]
-                results.write([{**row, **common} for row in _once(rows)], parts / f"{number:04d}.parquet")
+                rows = _once([row for worker in workers for row in worker.measure(number, case, bar)])
+                rows = [{**row, **common, "copy_version": versions[row["copy"]]} for row in rows]
+                results.write(rows, parts / f"{number:04d}.parquet")
     finally:
         for worker in workers:
             worker.stop()
 
 
-def _finished(settings: Settings, cases: list[Case], parts: Path) -> dict[int, dict]:
+def _versions(settings: Settings) -> dict[str, str]:
+    """Of this process's copies. A run takes them once: a source that is saved meanwhile is not what it measures."""
+    return {name: all_copies.REGISTRY[name].version for name in settings.copies}
+
+
+def _finished(versions: dict[str, str], cases: list[Case], parts: Path) -> dict[int, dict]:
     """Number and first row of every case that has its part. Raises RunFileError for a part that is damaged, not this
     run's, or measured with another version of a copy."""
     done: dict[int, dict] = {}
@@ -232,7 +245,7 @@ def _finished(settings: Settings, cases: list[Case], parts: Path) -> dict[int, d
             raise results.RunFileError(f"{part} is no part of this run: `rm {part}`, and the same call goes on")
         row = table.slice(0, 1).to_pylist()[0]
         _refuse_other_machine(next(iter(done.values()), row), row, parts)
-        _refuse_other_versions(table, settings, parts)
+        _refuse_other_versions(table, versions, parts)
         done[number] = row
     return done
 
@@ -266,10 +279,10 @@ def _type(device: str) -> str:
     return device.split(":")[0]
 
 
-def _refuse_other_versions(table: pa.Table, settings: Settings, place: Path) -> None:
+def _refuse_other_versions(table: pa.Table, versions: dict[str, str], place: Path) -> None:
     for copy, version in {*zip(table["copy"].to_pylist(), table["copy_version"].to_pylist(), strict=True)}:
-        if copy in settings.copies:
-            _refuse_other(f"version of {copy}", version, all_copies.REGISTRY[copy].version, place)
+        if copy in versions:
+            _refuse_other(f"version of {copy}", version, versions[copy], place)
 
 
 def _refuse_other_machine(first: dict, here: dict, place: Path, names: Iterable[str] = results.SAME_MACHINE) -> None:
@@ -287,15 +300,13 @@ def _refuse_other(name: str, first: object, here: object, place: Path) -> None:
 
 def _once(rows: list[dict]) -> list[dict]:
     """Rows without what every worker found alike: a reason that is the same everywhere is one row."""
-    seen, kept = set(), []
+    said, kept = {}, []
     for row in rows:
-        key = tuple(row[name] for name in ("copy", *results.CELL_FIELDS, "status", "reason"))
-        if row["status"] == "unsupported":
-            if key in seen:
-                continue
-            seen.add(key)
-            row = {**row, "worker": -1}
-        kept.append(row)
+        if row["status"] != "unsupported" or said.get(_key(row), row["reason"]) != row["reason"]:
+            kept.append(row)
+        elif _key(row) not in said:
+            said[_key(row)] = row["reason"]
+            kept.append({**row, "worker": -1})
     return kept
 
 
@@ -318,8 +329,8 @@ def _keeping(parts: Path) -> Iterator[None]:
 class Worker:
     """A process that measures, and this end of the pipe to it. One that died is replaced at once."""
 
-    def __init__(self, number: int, settings: Settings) -> None:
-        self.number, self.settings = number, settings
+    def __init__(self, number: int, settings: Settings, versions: dict[str, str]) -> None:
+        self.number, self.settings, self._versions = number, settings, versions
         self._start()
 
     def _start(self) -> None:
@@ -328,24 +339,32 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
         resource_tracker.ensure_running()  # now, as its own start would let Ctrl-C through again
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process keeps: see _serve
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._greeted, self._hung, self._step = False, False, "start"
 
     def greet(self) -> dict:
-        """Wait until the process is ready; returns the machine columns that it found."""
+        """Wait until the process is ready; returns the machine columns that it found.
+
+        Raises RunFileError where it has another version of a copy than the run.
+        """
         if not self._greeted:
             hint = "; a script that calls kvnb.measure() does so under `if __name__ == '__main__':`"
             try:
-                kind, self.machine = self._receive()
+                kind, self.machine, *versions = self._receive()
                 if kind == "loads":
                     self._step, hint = f"copies_from {self.machine}", ""
-                    kind, self.machine = self._receive()
+                    kind, self.machine, *versions = self._receive()
             except EOFError:
                 raise RuntimeError(f"worker {self.number} died at its {self._step} ({self._death}){hint}") from None
             if kind == "failed":
                 raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
+            if edited := [name for name, version in versions[0].items() if version != self._versions[name]]:
+                told = f"a source of {', '.join(edited)} was edited since the run began: undo that, or measure it as a "
+                raise results.RunFileError(f"{told}run of another name")
             self._greeted = True
         return self.machine
 
@@ -355,33 +374,34 @@ class Worker:
         Raises RuntimeError where the process dies twice before it says what it would measure.
         """
         lost: list[dict] = []
+        skip: set[tuple | str] = set()  # cells, and copies that took the process along when they were asked
         early = 0
         progress = bar.n
         while True:
             self.greet()
-            rows, failed = self._try(case, number, {_key(row) for row in lost}, bar)
+            rows, failed = self._try(case, number, skip, bar)
             if rows is not None:
                 bar.update(max(0.0, min(progress + 1, bar.total) - bar.n))
                 return [{**row, "worker": self.number} for row in [*lost, *rows]]
             early += not failed  # it may have been killed while others measured
             if early > 1:
                 raise RuntimeError(f"worker {self.number} died twice before its first cell of {case}: {self._death}")
-            lost += failed
+            lost += [row for row in failed if _key(row) not in skip]
+            skip |= {row["copy"] if self._step == ASKING else _key(row) for row in failed}
             self._replace()
 
-    def _try(self, case: Case, number: int, skip: set[tuple], bar: tqdm) -> tuple[list[dict] | None, list[dict]]:
-        """(rows, nothing), or (None, rows of what took the process along: a cell, or all before the first)."""
+    def _try(self, case: Case, number: int, skip: set, bar: tqdm) -> tuple[list[dict] | None, list[dict]]:
+        """(rows, nothing), or (None, rows of what took the process along: a cell, a copy's, or all while inputs are
+        made)."""
         at: list[dict] = []
         try:
             with suppress(OSError):  # it is gone, as we shall hear
                 self._pipe.send((case, number * self.settings.workers + self.number, skip))
             while True:
                 kind, *content = self._receive()
-                if kind == "cells":
-                    self._step, [at] = "inputs", content
-                elif kind == "visit":
-                    self._step, at, share = content[0], [content[1]], content[2]
-                    bar.set_description(f"{case}, {at[0]['copy']}", refresh=False)
+                if kind == "visit":
+                    self._step, at, share = content
+                    bar.set_description(f"{case}, {at[0]['copy']}" if at else str(case), refresh=False)
                     bar.update(max(0.0, min(share, bar.total - bar.n - 1e-6)))
                 elif kind == "rows":
                     return content[0], []
@@ -446,29 +466,32 @@ def _serve(pipe, settings: Settings) -> None:
         except ConnectionError:
             sys.exit()
 
+    def visit(case: Case, stage: str, cells: list, share: float = 0.0) -> None:
+        tell("visit", stage, [timing.row_of(cell, case) for cell in cells], share)
+
     try:
         if settings.copies_from:
             tell("loads", settings.copies_from)
             all_copies.load_from(settings.copies_from)
+        versions = _versions(settings)
         device = torch.device(settings.device)
         bench = timing.Gpu(device) if device.type == "cuda" else timing.Cpu()
         about = machine.describe(device)
     except Exception as error:  # noqa: BLE001  the parent raises it, with the worker's number
         tell("failed", f"{type(error).__name__}: {error}")
         return
-    tell("hello", about)
+    tell("hello", about, versions)
     while True:
         try:
             case, seed, skip = pipe.recv()
         except (EOFError, ConnectionError):
             return
-        cells, rows = cells_of(case, settings)
-        cells = [cell for cell in cells if _key(timing.row_of(cell, case)) not in skip]
-        tell("cells", [timing.row_of(cell, case) for cell in cells])
-        visits = max(1, len(cells) * (2 + settings.rounds))
+        cells, rows = cells_of(case, settings, skip, partial(visit, case, ASKING))
+        visit(case, "inputs", cells)
+        share = 1 / max(1, len(cells) * (2 + settings.rounds))
 
-        def on_visit(cell, stage, case=case, visits=visits) -> None:
-            tell("visit", stage, timing.row_of(cell, case), 1 / visits)
+        def on_visit(cell, stage, case=case, share=share) -> None:
+            visit(case, stage, [cell], share)
 
         try:
             rows += timing.measure_case(bench, case, cells, rounds=settings.rounds, seed=seed, on_visit=on_visit)
@@ -489,9 +512,15 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def cells_of(case: Case, settings: Settings):
-    """(cells to time, rows that say why the others are not) of one case."""
-    from kvnb.bench.timing import Cell, row_of
+def cells_of(
+    case: Case, settings: Settings, skip: Collection = (), on_copy: Callable[[list], None] = lambda cells: None
+):
+    """(cells to time, rows that say why the others are not) of one case, without copies and cells (_key) in `skip`.
+
+    Calls `on_copy` with what is to be asked before a copy is asked about it: should that end the process, the parent
+    knows whose doing it was.
+    """
+    from kvnb.bench.timing import Cell, reason_of, row_of
 
     device = _type(settings.device)
     cells, rows = [], []
@@ -499,17 +528,24 @@ def cells_of(case: Case, settings: Settings):
         copy = all_copies.REGISTRY[name]
         every_policy = settings.grid == "padding" and copy.family != "limit" and name != "kvnb.again"
         policies = copy.policies if every_policy else copy.policies[:1]
-        for policy, (timer, state) in product(policies, timings(settings.grid, case, device)):
-            if timer not in settings.timers:
+        visits = product(policies, timings(settings.grid, case, device))
+        writes = [Cell(copy, policy, "write", *visit) for policy, visit in visits if visit[0] in settings.timers]
+        if not writes or name in skip:
+            continue
+        on_copy(writes)
+        for write in writes:
+            try:
+                reason = copy.reason_against(case, write.policy, write.timer, device)
+                step = write.state == "produced" and write.timer in ("graph", "eager", "wall") and not reason
+                step = step and copy.steps(case, write.policy)
+            except Exception as error:  # noqa: BLE001  as where a cell of it is timed
+                rows.append(row_of(write, case, status="error", reason=reason_of(error)))
                 continue
-            write = Cell(copy, policy, "write", timer, state)
-            reason = copy.reason_against(case, policy, timer, device)
             if (device, settings.grid, copy.family) == ("cpu", "quick", "compile"):
                 reason = "on a CPU in grid full only: compiling takes longer than all the rest of grid quick"
             if reason:
                 rows.append(row_of(write, case, status="unsupported", reason=reason))
-                continue
-            cells.append(write)
-            if copy.steps(case, policy) and state == "produced" and timer in ("graph", "eager", "wall"):
-                cells.append(Cell(copy, policy, "step", timer, state))
-    return cells, rows
+            else:
+                cells += [write, replace(write, part="step")] if step else [write]
+    rows = [row for row in rows if _key(row) not in skip]
+    return [cell for cell in cells if _key(row_of(cell, case)) not in skip], rows

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from typing import Protocol
 
 import numpy as np
@@ -47,7 +47,7 @@ from kvnb.problem import inputs as inputs_of
 from kvnb.problem import slots as slot_sets
 from kvnb.problem.case import Case
 
-STATES = ("produced", "cold", "resident")
+STATES = base.STATES
 ROTATION = 3  # slots and sources rotate over this many times the L2
 RESIDENT_SHARE = 4  # resident: everything in a 1/4 of L2
 GRAPH_BYTES = 10  # a graph moves this many times the L2 where LEAST_CALLS and MOST_CALLS allow
@@ -615,6 +615,9 @@ def _undisturbed(timed: Timed) -> list[tuple[int, tuple[float, float | None]]]:
     for again in range(VISITS_AT_MOST):
         try:
             taken = list(timed.visit())
+            for seconds, _ in taken:
+                if not 0 < seconds < inf:
+                    raise Disturbed(f"a time of {seconds:.3g} s")
             return list(enumerate(taken, start=again * len(taken)))
         except Disturbed as error:
             last = error
@@ -629,16 +632,20 @@ def _failure(bench: Bench, cell: Cell, case: Case, act: Callable[[], object]) ->
     except WrongCopy as error:
         status, reason = "wrong", str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        status, reason = "out_of_memory", _first_line(error)
+        status, reason = "out_of_memory", _first_line(error) or type(error).__name__
     except Exception as error:  # noqa: BLE001  whatever a copy raises costs its own cell, not the run
         full = "can't allocate memory" in str(error)  # a plain RuntimeError is all that torch raises on a CPU
-        status, reason = "out_of_memory" if full else "error", f"{type(error).__name__}: {_first_line(error)}"
+        status, reason = "out_of_memory" if full else "error", reason_of(error)
     failed = row_of(cell, case, status=status, reason=reason)
     try:
         bench.synchronize()
     except RuntimeError as error:
         raise Poisoned(failed) from error
     return failed
+
+
+def reason_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -651,12 +658,14 @@ def bytes_moved(cell: Cell, case: Case) -> int:
 
 
 def row_of(cell: Cell, case: Case, *, status: str = "ok", reason: str = "", **measured) -> dict:
-    """A row of the run file without the run's and the machine's columns."""
-    blank = dict.fromkeys(("seconds", "launches", "calls", "graphs", "sm_clock_mhz", "throttled"))
+    """A row of the run file without the run's and the machine's columns; copy_version is the run's to fill in.
+
+    What of `reason` no file could hold, such as half a surrogate pair, is escaped.
+    """
+    blank = dict.fromkeys(("copy_version", "seconds", "launches", "calls", "graphs", "sm_clock_mhz", "throttled"))
     return {
         "copy": cell.copy.name,
         "family": cell.copy.family,
-        "copy_version": cell.copy.version,
         "policy": cell.policy,
         "part": cell.part,
         "timer": cell.timer,
@@ -664,7 +673,7 @@ def row_of(cell: Cell, case: Case, *, status: str = "ok", reason: str = "", **me
         "round": -1,
         "sample": -1,
         "status": status,
-        "reason": reason,
+        "reason": reason.encode(errors="backslashreplace").decode(),
         **case.fields(),
         "bytes_moved": bytes_moved(cell, case),
         **blank,

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     Write = Callable[[Tensor, Tensor], object]
     Step = Callable[[Tensor], Write]
 
-__all__ = ["FAMILIES", "GPU_TIMERS", "NULL", "TIMERS", "Copy", "bytes_moved", "nearest", "unknown"]
+__all__ = ["FAMILIES", "GPU_TIMERS", "NULL", "STATES", "TIMERS", "Copy", "bytes_moved", "nearest", "unknown"]
 FAMILIES = ("kernel", "torch", "compile", "triton", "peer", "limit", "yours")
 GPU_TIMERS = ("graph", "call", "host", "eager")
 TIMERS = (*GPU_TIMERS, "wall")
 PARTS = ("step", "write")
+STATES = ("produced", "cold", "resident")
 CHOICES = {"family": FAMILIES, "policies": POLICIES, "devices": ("cuda", "cpu"), "timers": TIMERS}
 
 
@@ -122,14 +123,17 @@ class Copy:
         return digest.hexdigest()[:10]
 
     def reason_against(self, case: Case, policy: str, timer: str, device: str) -> str | None:
-        """Why this copy cannot be measured in this cell, or None."""
+        """Why this copy cannot be measured in this cell, or None. Raises TypeError where `supports` says neither."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device}"
         if policy not in self.policies:
             return f"policy {policy} is not one of its policies: {', '.join(self.policies) or 'none'}"
         if timer not in self.timers:
             return f"timer {timer} says nothing about it"
-        return self.supports(case, policy, timer)
+        reason = self.supports(case, policy, timer)
+        if not isinstance(reason, str | None):
+            raise TypeError(f"supports returned {reason!r}: it must say why in words, or None")
+        return reason or None
 
     def reason_on(self, case: Case, policy: str, device: str) -> str | None:
         """Why no timer of a device type can measure this copy here, or None where one can."""

@@ -122,7 +122,7 @@ def test_a_frame_comes_back_as_it_went_in(path):
     [
         ([{k: v for k, v in row().items() if k != "seed"}], r"row lacks \['seed'\]"),
         ([row(colour="red")], r"unknown \['colour'\]"),
-        ([row(), row(status="fine")], "status 'fine' is not one of ok, wrong, unsupported, out_of_memory, error"),
+        ([row(), row(status="fine")], "is not written: it holds status 'fine', not one of ok, wrong, unsupported"),
     ],
     ids=["missing column", "unknown column", "unknown status"],
 )
@@ -277,6 +277,26 @@ HAND_EDITED = {
     "another grid": ([row(grid="ful")], "holds grid 'ful', not one of quick, full, .*; did you mean full?"),
     "another policy": ([row(policy="skipp")], "holds policy 'skipp', not one of skip, .*; did you mean skip?"),
     "another part": ([row(part="", bytes_moved=128)], "holds part '', not one of step, write"),
+    "another state": ([row(state="prodcued")], "holds state 'prodcued', not one of .*; did you mean produced?"),
+    **{
+        f"{name} {least - 1}": ([row(**{name: least - 1})], f"holds {name} {least - 1}, less than {least}")
+        for name, least in results.LEAST.items()
+    },
+    **{f"no {name}": ([row(**{name: ""})], f"holds an empty {name}") for name in results.NEVER_EMPTY},
+    **{
+        f"a clock of {mhz} MHz": ([row(), row(sample=2, sm_clock_mhz=mhz)], "holds an sm_clock_mhz that no clock has")
+        for mhz in (-1.0, 0.0, float("inf"), float("nan"))
+    },
+    **{
+        f"a sample of {name} -1": ([row(), row(**{name: -1})], "has samples of worker, round or sample -1, which say")
+        for name in ("worker", "round", "sample")
+    },
+    "no reason": ([row(status="error", seconds=None)], "has a reason where status is ok, or none where it is not"),
+    "a reason of a time": ([row(), row(sample=2, reason="no")], "has a reason where status is ok, or none where it"),
+    "a graph on a CPU": ([row(gpu="")], "has timer wall beside a GPU, or another one without"),
+    "a GPU's wall": ([row(timer="wall")], "has timer wall beside a GPU, or another one without"),
+    "two families": ([row(), row(sample=2, family="torch")], "holds kvnb in two families"),
+    "two outcomes": ([row(), row(**FAILED | {"worker": 0})], "holds 1 cells with two outcomes in one worker"),
     "another timer": ([row(timer="graphs")], "holds timer 'graphs', not one of graph, .*; did you mean graph?"),
     "no time of day": ([row(utc="2026-01-02")], "holds utc '2026-01-02', not a time as 2026-"),
     "no time zone": ([row(utc="2026-01-02T03:04:05")], "holds utc '2026-01-02T03:04:05', not a time as 2026-"),
@@ -306,6 +326,15 @@ def test_a_file_edited_by_hand_is_refused_whole(path, rows, message):
     assert str(path) in str(told.value)
 
 
+@pytest.mark.parametrize(("rows", "message"), HAND_EDITED.values(), ids=HAND_EDITED)
+def test_what_would_be_refused_is_not_written(path, rows, message):
+    results.write([row(sample=9)], path)
+    before = path.read_bytes()
+    with pytest.raises(RunFileError, match=rf"run\.parquet is not written: it {message}"):
+        results.write(rows, path)
+    assert path.read_bytes() == before
+
+
 def test_a_slope_of_an_empty_launch_below_0_is_read_as_it_was_recorded(path):
     """data/recorded/h200 has such, of schema version 1."""
     rows = [row(copy="limit.launch", family="limit", seconds=-1e-8), row()]
@@ -317,8 +346,8 @@ def test_a_slope_of_an_empty_launch_below_0_is_read_as_it_was_recorded(path):
 def test_a_file_that_another_tool_saved_is_read_as_it_was_written(path, version):
     """Whole numbers with nulls are floats in pandas, strings are large, a selection keeps its row numbers."""
     rows = [row(), row(**FAILED), row(sample=2, graphs=3)]
-    results.write(rows[:1] + rows, path)
-    frame = pd.read_parquet(path).iloc[1:].set_axis([5, 2, 9]).assign(schema_version=version)
+    results.write(rows, path)
+    frame = pd.read_parquet(path).set_axis([5, 2, 9]).assign(schema_version=version)
     names = [name for name in reversed(results.SCHEMA.names) if (version, name) != (1, "padded")]
     frame[names].to_parquet(path)
     assert pq.read_schema(path).types != results.SCHEMA.types and "__index_level_0__" in pq.read_schema(path).names
@@ -388,6 +417,15 @@ def test_runs_of_one_machine_are_loaded_together(path):
     samples = results.load(*two(path, grid="full", utc="2026-02-03T00:00:00+00:00"))
     assert samples["run_id"].tolist() == ["r", "s"]
     assert samples.index.tolist() == [0, 1]
+
+
+def test_a_run_that_is_given_twice_is_not_counted_twice(path):
+    first, second = two(path)
+    copied = first.with_name("copied.parquet")
+    copied.write_bytes(first.read_bytes())
+    for given in ([first, first], [first, second, copied]):
+        with pytest.raises(RunFileError, match="these run files hold 1 samples twice: give each run once"):
+            results.load(*given)
 
 
 @pytest.mark.parametrize("name", results.SAME_MACHINE)

@@ -51,7 +51,7 @@ def no_process(monkeypatch):
 
 @contextmanager
 def worker(settings: Settings):
-    made = Worker(0, settings)
+    made = Worker(0, settings, runs._versions(settings))
     try:
         yield made
     finally:
@@ -140,6 +140,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
 
 def test_a_worker_outlives_ctrl_c_and_is_replaced_when_killed_while_others_measured_and_leaves_quietly():
     with worker(SETTINGS) as one, tqdm(total=1, disable=True) as bar:
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # here
         os.kill(one._process.pid, signal.SIGINT)  # while it starts
         one.greet()
         one._process.kill()
@@ -164,11 +165,12 @@ def test_what_no_worker_can_measure_is_one_row_of_no_worker():
     cell = {"copy": "c", "policy": "skip", "part": "write", "timer": "wall", "state": "produced"}
     error = {"status": "error", "reason": "RuntimeError: no"}
     rows = [cell | outcome | {"worker": number} for number in range(3) for outcome in (reason, error)]
-    rows += [cell | reason | {"timer": "graph", "worker": 2}]
+    rows += [cell | reason | {"timer": "graph", "worker": 2}, cell | reason | {"reason": "another", "worker": 2}]
     kept = runs._once(rows)
     assert [(row["timer"], row["worker"]) for row in kept if row["status"] == "unsupported"] == [
         ("wall", -1),
         ("graph", -1),
+        ("wall", 2),
     ]
     assert [row["worker"] for row in kept if row["status"] == "error"] == [0, 1, 2]
 
@@ -253,7 +255,7 @@ def test_a_killed_run_goes_on_where_it_stopped(cut_off, monkeypatch, capsys):
 
     assert kvnb.measure(**ASKED, path=cut_off) == cut_off
 
-    assert capsys.readouterr().err.count("kvnb: run r; if it is cut short, the same with RUN=r goes on\n") == 1
+    assert capsys.readouterr().err.count("kvnb: run r; if it is cut short, the same command goes on\n") == 1
     assert measured == [number for number in range(len(grid("quick", "cpu"))) if number not in done]
     samples = kvnb.load(cut_off)
     assert samples["run_id"].nunique() == samples["utc"].nunique() == 1
@@ -292,6 +294,20 @@ def test_a_file_that_is_no_run_is_not_taken_for_one(tmp_path, no_process):
         kvnb.measure(**ASKED, path=path)
 
 
+def test_a_folder_is_not_taken_for_a_finished_run(tmp_path, no_process):
+    path = tmp_path / "r.parquet"
+    path.mkdir()
+    for asks in (kvnb.measure, lambda **asked: runs.planned(**asked, run=None)):
+        with pytest.raises(results.RunFileError, match=r"r\.parquet is no file, and so no run file: move it away"):
+            asks(**ASKED, path=path)
+    assert [left.name for left in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_copy_that_is_asked_for_twice_is_measured_once():
+    asked = runs.planned(**ASKED | {"copies": ["kvnb", "torch.index_put", "kvnb"]}, run=None)[0]
+    assert asked.copies == ["kvnb", "torch.index_put"]
+
+
 def contents(parts: Path) -> dict[str, bytes]:
     return {part.name: part.read_bytes() for part in sorted(parts.iterdir()) if part.name not in ("lock", "owner")}
 
@@ -310,6 +326,20 @@ def test_a_run_that_asks_for_something_else_is_not_mixed_in(cut_off, no_process)
     refused(cut_off, f"(?s){asked}", rounds=2)
 
 
+@pytest.mark.parametrize("damage", ["a folder", "bytes that are no text"])
+def test_settings_that_cannot_be_read_are_named(cut_off, damage, no_process):
+    asked = cut_off.with_suffix(".parts") / "settings.json"
+    asked.unlink()
+    if damage == "a folder":
+        asked.mkdir()
+    else:
+        asked.write_bytes(b"\xff\xfe")
+    for asks in (kvnb.measure, lambda **asked: runs.planned(**asked, run=None)):
+        with pytest.raises(ValueError, match=r"r\.parts/settings\.json cannot be read \(.*\): mend it, choose another"):
+            asks(**ASKED, path=cut_off)
+    assert asked.exists() and (asked.parent / "0000.parquet").exists()
+
+
 OTHER = {"threads": 99, "l2_bytes": 99, "dirty": None}
 
 
@@ -317,6 +347,7 @@ OTHER = {"threads": 99, "l2_bytes": 99, "dirty": None}
 def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch, capsys):
     part = cut_off.with_suffix(".parts") / "0000.parquet"
     samples = kvnb.load(part)
+    samples["timer"] = "graph" if column == "gpu" else "wall"
     about = {name: results.read(part)[name][0].as_py() for name in results.MACHINE_FIELDS}
     other = OTHER.get(column, "another")
     results.save(samples.assign(**{column: other}), part)
@@ -444,9 +475,9 @@ def test_a_finished_run_of_a_gpu_does_not_stand_for_one_of_the_cpu(finished, no_
     results.save(kvnb.load(finished).assign(gpu="Test GPU", timer="graph"), finished)
     with pytest.raises(ValueError, match="is a finished run without device cpu; choose another run name"):
         kvnb.measure(**ASKED, path=finished)
-    results.save(kvnb.load(finished).assign(gpu=""), finished)
-    with pytest.raises(ValueError, match="is a finished run without timer wall; choose another run name"):
-        kvnb.measure(**ASKED, path=finished)
+    asked = Settings("cuda:0", "quick", ASKED["copies"], ["graph", "eager"], workers=1, rounds=1, copies_from=None)
+    with pytest.raises(ValueError, match="is a finished run without timer eager; choose another run name"):
+        runs._refuse_other_contents(results.read(finished), asked, finished)
 
 
 @pytest.fixture

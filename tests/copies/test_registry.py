@@ -68,6 +68,10 @@ def test_one_timer_that_serves_is_enough_to_check_a_copy(registry):
     assert one.reason_on(CASE, "skip", "cuda") is None
     assert none.reason_on(CASE, "skip", "cuda") == "not with graph"
     assert one.reason_on(CASE, "skip", "cpu") == "runs on cuda, not on cpu"
+    for odd in (True, False, 7):
+        copy = Copy("mine", "yours", ("skip",), print, supports=lambda *_, odd=odd: odd)
+        with pytest.raises(TypeError, match=f"supports returned {odd}: it must say why in words, or None"):
+            copy.reason_on(CASE, "skip", "cuda")
     walled = Copy("mine", "yours", ("skip",), print, devices=("cuda", "cpu"), timers=("wall",))
     assert walled.reason_on(CASE, "skip", "cpu") is None
     assert walled.reason_on(CASE, "skip", "cuda") == "none of its timers, wall, runs on cuda"

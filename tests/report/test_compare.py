@@ -229,7 +229,8 @@ def test_cells_in_one_run_only_are_counted_and_named(against, first):
     less = first[(first["copy"] != "flashinfer") & (first["layout"] != "HND")]
     less = less[(less["copy"] != "triton") | (less["timer"] != "eager")]
     wrong = (less["copy"] == "torch.scatter") | ((less["copy"] == "triton") & (less["num_tokens"] == 1))
-    less = less.assign(status=less["status"].mask(wrong, "wrong"), seconds=less["seconds"].mask(wrong))
+    lost = {"status": less["status"].mask(wrong, "wrong"), "reason": less["reason"].mask(wrong, "wrong rows")}
+    less = less.assign(**lost, seconds=less["seconds"].mask(wrong))
     table = against(rerun(less)).unmatched()
     assert set(table["only in"]) == {"A"}
     why = table.set_index("why")
