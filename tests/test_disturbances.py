@@ -146,6 +146,8 @@ def test_another_process_on_the_gpu_is_seen():
         before = machine.throttled(torch.device("cuda", 0))
     if any("NVML" in str(one.message) for one in warned):
         pytest.skip(f"NVML hides processes here: {warned[0].message}")
+    if OTHER in (before or ""):
+        pytest.skip("another process computes on this GPU already: run this test alone")
     ends, held = os.pipe()
     command = ["sh", "-c", '"$0" -c "$1" "$2" &', sys.executable, SPINNER, str(ends)]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[ends])
@@ -160,4 +162,4 @@ def test_another_process_on_the_gpu_is_seen():
         os.close(ends)
         started.stdout.read()  # until the spinner has ended
         started.wait()
-    assert OTHER in said and OTHER not in (before or "")
+    assert OTHER in said
