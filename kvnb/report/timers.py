@@ -99,7 +99,8 @@ def watching(rows: pd.DataFrame) -> pd.DataFrame:
     """Per copy and timer, what it costs a call of FROM and more that the profiler watches: median, and the most."""
     long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)]
     cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"])
-    return cost.map("{:+.1%}".format).agg(", at most ".join, axis=1).unstack("timer").fillna("").reset_index()
+    told = cost.map("{:+.1%}".format).agg(", at most ".join, axis=1).unstack("timer").fillna("")
+    return told.reset_index().rename_axis(columns=None)
 
 
 def _read(at: dict) -> dict:
