@@ -98,8 +98,8 @@ def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
 def watching(rows: pd.DataFrame) -> pd.DataFrame:
     """Per copy and timer, what it costs a call of FROM and more that the profiler watches: median, and the most."""
     long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)]
-    cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"])
-    told = cost.map("{:+.1%}".format).agg(", at most ".join, axis=1).unstack("timer").fillna("")
+    cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"]).map("{:+.1%}".format)
+    told = (cost["median"] + ", at most " + cost["max"]).unstack("timer").fillna("")
     return told.reset_index().rename_axis(columns=None)
 
 
