@@ -98,7 +98,7 @@ def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
 def watching(rows: pd.DataFrame) -> pd.DataFrame:
     """Per copy and timer, what it costs a call of FROM and more that the profiler watches: median, and the most."""
     long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)]
-    cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"]).map("{:+.1%}".format)
+    cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"]).map("{:+.1%}".format).astype(object)
     told = (cost["median"] + ", at most " + cost["max"]).unstack("timer").fillna("")
     return told.reset_index().rename_axis(columns=None)
 
