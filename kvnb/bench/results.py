@@ -20,8 +20,8 @@ from kvnb.problem.slots import POLICIES
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "wrong", "unsupported", "out_of_memory", "error")
-KNOWN = {"status": STATUSES, "grid": GRIDS, "family": FAMILIES, "policy": POLICIES, "part": PARTS, "timer": TIMERS}
-KNOWN["state"] = STATES
+KNOWN = {"status": STATUSES, "grid": GRIDS, "family": FAMILIES, "policy": POLICIES}
+KNOWN |= {"part": PARTS, "timer": TIMERS, "state": STATES}
 LEAST = {"worker": -1, "round": -1, "sample": -1, "launches": 0, "calls": 1, "graphs": 0, "threads": 1, "l2_bytes": 0}
 NEVER_EMPTY = ("run_id", "copy", "copy_version")
 

@@ -199,7 +199,7 @@ def answer(run: Run) -> str:
     kernels = [name for name in named if name and len(run.speedups(BEST, name))]
     if not kernels:
         return "No answer, as no case holds both a hand-written kernel and a PyTorch copy."
-    told = [f"beats {named[name]} {_outcome(run, name, paces=2 * (name == kernels[0]) + 1)}" for name in kernels]
+    told = [f"beats {named[name]} {_outcome(run, name, whole=name == kernels[0])}" for name in kernels]
     every = f"{_lead(run, kernels[0])}: the {BEST} copy of each case, chosen afterwards, {told[0]}."
     return " It ".join([every, *(f"{text}." for text in told[1:])])
 
@@ -218,8 +218,8 @@ def _lead(run: Run, name: str) -> str:
     return against + (lead[0].lower() + lead[1:] if against else lead)
 
 
-def _outcome(run: Run, name: str, paces: int) -> str:
-    """How often PyTorch beats a kernel, by how much at most where that is seldom; its pace for the first `paces`."""
+def _outcome(run: Run, name: str, whole: bool) -> str:
+    """How often PyTorch beats a kernel, by how much at most where that is seldom; its pace, `whole`: that of each."""
     told, compiled = [], "compile" in set(run.speedups(BEST, name)["a"].map(run._family))
     for copy, what in ((BEST, ""), (PLAIN, "without torch.compile "), (ISSUE, f"the issue's own line, {ISSUE}, ")):
         rows = run.speedups(copy, name)
@@ -231,7 +231,7 @@ def _outcome(run: Run, name: str, paces: int) -> str:
         won = rows[rows["verdict"] == "FASTER"].sort_values("speedup", kind="stable")
         most = f", by up to {interval(won.iloc[-1])} times" if 0 < len(won) <= len(rows) / 4 else ""
         text = f"{what}in {len(won) or 'none'} of {len(rows) if told else count(len(rows), 'case')}{most}"
-        told.append(text + f" ({_pace(rows, in_words=not told)})" * (len(told) < paces))
+        told.append(text + f" ({_pace(rows, in_words=not told)})" * (whole or not told))
     return "; ".join(told)
 
 

@@ -82,10 +82,14 @@ def told(rows: pd.DataFrame) -> list[str]:
     return [text for _, text in sorted(said, key=lambda item: item[0])]
 
 
+def _long(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `watching` whose calls are as long as those that are judged."""
+    return rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)]
+
+
 def _watched(rows: pd.DataFrame) -> str:
     """What the profiler's claim leaves out: whose calls take how much longer while it watches."""
-    long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)].sort_values("difference")
-    most = long.tail(1).to_dict("records")
+    most = _long(rows).sort_values("difference").tail(1).to_dict("records")
     return "".join(f"; watching makes calls take up to {at['difference']:.1%} longer ({at['copy']})" for at in most)
 
 
@@ -97,8 +101,8 @@ def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
 
 def watching(rows: pd.DataFrame) -> pd.DataFrame:
     """Per copy and timer, what it costs a call of FROM and more that the profiler watches: median, and the most."""
-    long = rows[(rows["claim"] == "watching") & (rows["witness"] >= FROM)]
-    cost = long.groupby(["copy", "timer"])["difference"].agg(["median", "max"]).map("{:+.1%}".format).astype(object)
+    cost = _long(rows).groupby(["copy", "timer"])["difference"].agg(["median", "max"])
+    cost = cost.map("{:+.1%}".format).astype(object)
     told = (cost["median"] + ", at most " + cost["max"]).unstack("timer").fillna("")
     return told.reset_index().rename_axis(columns=None)
 
