@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,20 +17,18 @@ import typer
 
 from kvnb import paths
 from kvnb.report import parameters
+from kvnb.stopping import stoppable
 
 if TYPE_CHECKING:
     from kvnb.report.execute import Outcome
 
 
 class Commands(typer.core.TyperGroup):
-    """Ctrl-C ends each with one line, and with the status that shells give it."""
+    """A signal ends each with one line, and with the status that shells give it."""
 
     def invoke(self, ctx: typer.Context) -> object:
-        try:
+        with stoppable():
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            print("\nkvnb: stopped by SIGINT", file=sys.stderr)
-            raise typer.Exit(128 + signal.SIGINT) from error
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -107,13 +104,13 @@ def _execute(name: str, values: dict, folder: Path) -> Outcome:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Around what writes a report's folder: another process that does so is named, with exit code 2; where there is no
-    room, it is said, with exit code 1; signals leave no report that looks finished."""
-    from kvnb.report.execute import stoppable
+    """Around what writes a report's folder: another process that does so is named, with exit code 2, and so is what
+    kernels lack; where there is no room, it is said, with exit code 1; signals leave no report that looks finished."""
+    from kvnb.report.execute import private_folder
     from kvnb.report.files import claimed
 
     with stoppable(), ExitStack() as stack:
-        with refusing():
+        with refusing(), private_folder():  # each notebook makes one: known before an earlier report goes
             stack.enter_context(claimed(folder))
         try:
             yield
@@ -302,7 +299,7 @@ def record(values: dict) -> None:
 def _measure(values: dict, path: Path | None = None) -> None:
     from kvnb.bench import run
 
-    with refusing():
+    with stoppable(), refusing():
         print(run.measure(**values, path=path))
 
 

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +29,7 @@ from traitlets.config import Config
 
 from kvnb import paths
 from kvnb.report import parameters
+from kvnb.stopping import stoppable
 
 TIME_LIMITS = {"01_copies": 300, "02_measure": 4 * 3600, "03_compare": 900, "04_null_block": 1800}  # s, whole notebook
 TIME_LIMITS |= {"05_releases": 900, "06_timers": 1800, "07_runs": 900}
@@ -95,7 +96,7 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
     """
     with contextlib.chdir(paths.ROOT):  # where the notebook will run, and look for files
         parameters.check(name, values)
-    with stoppable(), private_folder() as scratch:
+    with private_folder() as scratch:
         running = scratch / f"{name}.ipynb"
         why = _run(name, running, values, scratch)
         notebook = _got_to(running)
@@ -117,22 +118,20 @@ def execute(name: str, values: dict[str, object], folder: Path) -> Outcome:
 
 def _run(name: str, target: Path, values: dict[str, object], scratch: Path) -> str:
     """Why the notebook did not finish, or nothing. A kernel that is past the limit is killed: it may answer nothing.
-    So is one when a signal comes: raised in an event loop, SystemExit would leave tasks and sockets that complain.
+    So is one when a signal comes: raised in an event loop, an exception would leave tasks and sockets that complain.
 
     Whatever else comes of that (a kernel that did not start, a cell that ended as the time did), the limit is why.
     """
-    ThisPython.newest, ThisPython.late, signals = None, threading.Event(), []
+    ThisPython.newest, ThisPython.late = None, threading.Event()
     limit = threading.Timer(TIME_LIMITS[name], ThisPython.end)
     limit.start()
     try:
-        with stoppable(lambda number, _: (signals.append(number), ThisPython.end())):
+        with stoppable(ThisPython.end):
             why = _failure(name, target, values, scratch)
     finally:
         limit.cancel()
         if ThisPython.newest:
             ThisPython.newest.kill()
-    if signals:
-        _exit(signals[0], None)
     return f"{name} took longer than its {TIME_LIMITS[name]} s" if ThisPython.late.is_set() else why
 
 
@@ -184,27 +183,6 @@ def private_folder() -> Iterator[Path]:
         )
     with made as folder:
         yield Path(folder)
-
-
-def _exit(number: int, _frame: object) -> None:
-    print(f"\nkvnb: stopped by {signal.Signals(number).name}", file=sys.stderr)
-    sys.exit(128 + number)
-
-
-@contextlib.contextmanager
-def stoppable(act: Callable[[int, object], object] = _exit) -> Iterator[None]:
-    """For the while, a signal that would end this process on the spot calls `act`: else all is put away, one line says
-    so, and SystemExit bears the status that shells give that signal. One that is ignored, as by nohup, stays so."""
-    ending = (signal.SIG_DFL, signal.default_int_handler, _exit)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler in ending}
-    for number in before:
-        signal.signal(number, act)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _got_to(target: Path) -> nbformat.NotebookNode:

@@ -296,6 +296,64 @@ def test_a_worker_that_is_killed_anywhere_costs_one_cell_and_not_the_run(order, 
     record_property("trust", f"{WORKER_KILL_POINTS} {told}")
 
 
+COMMAND = """
+import sys
+from pathlib import Path
+from kvnb import paths
+from kvnb.__main__ import main
+from kvnb.bench import run
+from kvnb.problem.case import Case
+paths.LOCAL = Path(sys.argv.pop(1))
+run.grid = lambda *_: [Case(tokens, 2, 16, cache_bytes=1 << 16) for tokens in range(1, 6)]
+main()
+"""
+STOPPING_COPY = """
+import json
+import os
+from pathlib import Path
+from kvnb.copies import REGISTRY, Copy, register
+
+def bind(inputs):
+    ordered = Path(__file__).with_suffix(".json")
+    if ordered.exists():
+        tokens, signal, whom = json.loads(ordered.read_text())
+        if tokens == inputs.case.num_tokens:
+            ordered.unlink()
+            os.kill(os.getppid(), signal) if whom == "command" else os.killpg(os.getpgrp(), signal)
+    return REGISTRY["torch.index_copy"].bind(inputs)
+
+register(Copy("mine", "yours", ("null_slot",), bind, ("cpu",)))
+"""
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+STOPS = [(2, TERM, "command"), (3, TERM, "all of us"), (4, INT, "all of us"), (5, HUP, "all of us")]
+
+
+def test_a_stopped_command_says_one_line_and_the_same_command_goes_on(tmp_path):
+    """As a shell starts it, with workers that are spawned; the signal comes while one of them is in a cell."""
+    (mine := tmp_path / "mine.py").write_text(STOPPING_COPY)
+    path = tmp_path / "local" / "r.parquet"
+    command = [sys.executable, "-c", COMMAND, str(path.parent), "measure", "--run", "r", "--device", "cpu"]
+    command += ["--workers", "2", "--rounds", "1", "--copies", "mine", "--copies-from", str(mine)]
+    environment = {**os.environ, "PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1"}
+    begun = "kvnb: run r; if it is cut short, the same with RUN=r goes on"
+
+    def said() -> tuple[int, list[str]]:
+        """Its exit status, and what all of its processes said on stderr until the last had ended, less the bar."""
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
+            lines = process.communicate(timeout=60)[1].splitlines()
+        return process.returncode, [line for line in lines if line.strip() and "%|" not in line]
+
+    for case, number, whom in STOPS:
+        mine.with_suffix(".json").write_text(json.dumps([case, number, whom]))
+        assert said() == (128 + number, [begun, f"kvnb: stopped by {number.name}"]), whom
+        assert len(finished(path)) == case - 1
+    assert said() == (0, [begun])
+    samples = results.load(path)
+    assert {*samples["status"]} == {"ok"} and samples["run_id"].nunique() == 1 and samples["num_tokens"].nunique() == 5
+    assert [left.name for left in path.parent.iterdir()] == [path.name]
+
+
 # ------------------------------------------------------------------------------------------------- nowhere to write
 
 TOLD = "): make room and see that you may write there, or choose another folder; nothing was measured now, finished "

@@ -218,6 +218,18 @@ def test_a_taken_name_is_refused(registry, own_file):
     assert registry["kvnb"].file.is_relative_to(paths.ROOT / "kvnb")
 
 
+def test_a_file_that_registers_one_name_twice_is_refused(registry, own_file):
+    """It may not hide one of its copies; a file that is run again does not."""
+    copies.load_from(own_file)
+    exec(compile(OWN_COPY, own_file, "exec"), {})  # as a notebook's %run, or a module that is reloaded
+    own_file.write_text(f"{OWN_COPY}\n{OWN_COPY}")
+    told = rf"copies_from: {own_file} registers copy 'mine' twice; give one of them another name"
+    with pytest.raises(ValueError, match=told):
+        copies.load_from(own_file)
+    own_file.write_text(OWN_COPY + OWN_COPY.replace('"mine"', '"mine.too"'))
+    assert copies.load_from(own_file) == copies.load_from(own_file) == ["mine", "mine.too"]
+
+
 def test_a_file_without_a_copy_is_refused(own_file):
     own_file.write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"my_copy\.py registers no copy; end it with kvnb\.copies\.register"):
