@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvnb.copies import limits
-from kvnb.copies.base import Copy
+from kvnb.copies.base import Copy, writes_rows
 from kvnb.problem import inputs as inputs_of
 from kvnb.problem.case import Case
 from kvnb.problem.inputs import Inputs
@@ -144,7 +144,7 @@ class Expectation:
                 bits(mine)[block, offset] = torch.where(known, row, bits(mine)[block, offset])
 
     def _compare_regions(self, copy: Copy) -> None:
-        if not copy.name.startswith("limit.copy"):
+        if not writes_rows(copy.name, copy.family):
             return
         for cut, which in zip(limits.regions(self.inputs), (0, 1), strict=True):
             last = limits.contiguous_bytes(self.calls[-1][which], self.inputs.case.written_tokens)

@@ -500,6 +500,7 @@ def _serve(pipe, settings: Settings) -> None:
             return
         if device.type == "cuda":  # before the next worker has its turn
             gc.collect()
+            gc.freeze()  # what is left stays: looking torch and its compiler through takes longer than some cases
             torch.cuda.empty_cache()
         tell("rows", rows)
 

@@ -63,6 +63,7 @@ SAMPLES = 3  # samples per visit,
 LONG_SECONDS = 10e-3  # and 1 where a sample lasts longer than this
 FILL_NS, PROBE_NS = 200_000, 50_000  # clock probes: while the host fills the queue; after the batch
 CYCLES_PER_NS = 2  # for a GPU without the probe, whose clock is not known
+ASK_SECONDS = 0.25  # at least, between two rounds after which NVML is asked: many a round is shorter than its answer
 SETTLED, SETTLE_SECONDS = 0.99, 2.0  # preamble: until the clock is within 1 % of the best, at most so long
 
 
@@ -326,6 +327,11 @@ class Timed:
         key, value = self.inputs.keys[source], self.inputs.values[source]
         return lambda: write(key, value)
 
+    @property
+    def _writes_rows(self) -> bool:
+        """Whether there is something to verify: a step writes no rows."""
+        return self.cell.part == "write" and base.writes_rows(self.cell.copy.name, self.cell.copy.family)
+
     def _expected(self, sources: Iterable[int], sets: torch.Tensor) -> Expectation:
         tag = (self.cell.policy, type(self), self.plan, len(sets))
         return self.stage.expect(self.cell.policy, sets, [i % self.plan.sources for i in sources], tag)
@@ -421,7 +427,7 @@ class GraphTimed(Timed):
             yield seconds, mhz
 
     def verify(self) -> None:
-        if self.cell.part == "step":
+        if not self._writes_rows:
             return
         self._fill = 0
         self.refill()
@@ -508,7 +514,7 @@ class EagerTimed(Timed):
             source.mul_(1) if source.is_floating_point() and source.element_size() > 1 else source.copy_(source.clone())
 
     def verify(self) -> None:
-        if self.cell.part == "step":
+        if not self._writes_rows:
             return
         expected = self._expected(range(len(self.rows)), self.pool[0][self.rows])
         for call in self.calls:
@@ -571,15 +577,17 @@ def measure_case(
         if attempt(cell, "prepare", lambda cell=cell: ready.__setitem__(cell, _ready(stage, cell, plans[cell]))):
             samples[cell] = []
     order = np.random.default_rng(seed)
-    before = bench.throttled()
+    before, asked, since = bench.throttled(), bench.now(), 0
     for number in range(rounds):
         for cell in order.permutation(np.array([*samples], dtype=object)):
             visit = partial(_samples, ready[cell], case, number)
             attempt(cell, "round", lambda visit=visit, kept=samples[cell]: kept.extend(visit()))
+        if number < rounds - 1 and bench.now() - asked < ASK_SECONDS:
+            continue
         after = bench.throttled()
-        for row in (row for kept in samples.values() for row in kept if row["round"] == number):
+        for row in (row for kept in samples.values() for row in kept if row["round"] >= since):
             row["throttled"] = _either(before, after)
-        before = after
+        before, asked, since = after, bench.now(), number + 1
     for cell in list(samples):
         attempt(cell, "verify", ready[cell].verify)
     return rows + [row for kept in samples.values() for row in kept]
@@ -593,7 +601,7 @@ def _ready(stage: Stage, cell: Cell, plan: Plan) -> Timed:
 
 
 def _either(before: str | None, after: str | None) -> str | None:
-    """What was said before a round or after it: reasons once each, None where neither is known."""
+    """What was said before rounds or after them: reasons once each, None where neither is known."""
     known = [said for said in (before, after) if said is not None]
     return ", ".join(dict.fromkeys(filter(None, ", ".join(known).split(", ")))) if known else None
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     Write = Callable[[Tensor, Tensor], object]
     Step = Callable[[Tensor], Write]
 
-__all__ = ["FAMILIES", "GPU_TIMERS", "NULL", "STATES", "TIMERS", "Copy", "bytes_moved", "nearest", "unknown"]
+__all__ = [
+    "FAMILIES", "GPU_TIMERS", "NULL", "STATES", "TIMERS", "Copy", "bytes_moved", "nearest", "unknown", "writes_rows",
+]  # fmt: skip
 FAMILIES = ("kernel", "torch", "compile", "triton", "peer", "limit", "yours")
 GPU_TIMERS = ("graph", "call", "host", "eager")
 TIMERS = (*GPU_TIMERS, "wall")
@@ -41,9 +43,14 @@ def nearest(value: object, valid: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def writes_rows(copy: str, family: str) -> bool:
+    """Whether a copy's calls write anything: a launch that does nothing, or an empty pair of events, bounds those."""
+    return family != "limit" or copy.startswith("limit.copy")
+
+
 def bytes_moved(copy: str, family: str, part: str, case: Case) -> int:
     """Fewest bytes a call of a copy's part moves: nothing for a launch, the index for a step."""
-    if family == "limit" and not copy.startswith("limit.copy"):
+    if not writes_rows(copy, family):
         return 0
     return case.bytes_moved if part == "write" else 8 * case.num_tokens
 

@@ -255,9 +255,13 @@ def test_call_hides_a_host_that_is_slower_than_the_gpu():
     assert Run(call, gpu=gpu).seconds(call) == pytest.approx([(2 * 3_000 + EVENT) / 1e9] * 9)
 
 
-def test_an_empty_pair_of_events_is_measured():
-    event = cell("limit.event", "call", "resident")
+def test_an_empty_pair_of_events_is_measured_and_held_against_no_caches(monkeypatch):
+    """What 384 calls of a large problem must write takes seconds to make: not for a call that writes nothing."""
+    event, copy = cell("limit.event", "call", "resident"), cell(FAST)
+    monkeypatch.setattr(timing.Stage, "expect", lambda *asked: pytest.fail("made what the caches must hold"))
     assert Run(event).seconds(event) == pytest.approx([EVENT / 1e9] * 9)
+    with pytest.raises(pytest.fail.Exception, match="made what the caches must hold"):
+        Run(copy)
 
 
 def test_host_waits_for_nothing_and_eager_for_all():
@@ -350,7 +354,8 @@ def test_copies_are_visited_in_a_new_order_every_round_that_the_seed_decides():
     assert orders(seed=2) != first
 
 
-def test_samples_carry_the_clock_around_them_and_what_throttled():
+def test_samples_carry_the_clock_around_them_and_what_throttled(monkeypatch):
+    monkeypatch.setattr(timing, "ASK_SECONDS", 0)
     graph, call = cell(FAST), cell(FAST, "call")
     gpu = FakeGpu()
 
@@ -369,7 +374,9 @@ def test_samples_carry_the_clock_around_them_and_what_throttled():
     assert {row["sm_clock_mhz"] for row in Run(host).of(host)} == {None}
 
 
-def test_a_round_carries_every_reason_that_was_given_around_it_once():
+def test_a_round_carries_every_reason_that_was_given_around_it_once(monkeypatch):
+    monkeypatch.setattr(timing, "ASK_SECONDS", 0)
+
     class Told(FakeGpu):
         given = iter(["software power cap", "software power cap, power brake", None, None, "", ""])
 
@@ -379,6 +386,32 @@ def test_a_round_carries_every_reason_that_was_given_around_it_once():
     run = Run(cell(FAST), rounds=5, gpu=Told())
     both = "software power cap, power brake"
     assert [row["throttled"] for row in run.of(cell(FAST))][::3] == [both, both, None, "", ""]
+
+
+def test_short_rounds_share_an_answer_about_what_throttles(monkeypatch):
+    """NVML is asked before the first round, after the last, and between where ASK_SECONDS have passed."""
+
+    class Told(FakeGpu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[int] = []
+
+        def now(self) -> int:
+            return Counter(what for what, _ in self.log)["release"]  # one per visit: each round lasts a second
+
+        def throttled(self) -> str:
+            self.asked.append(self.now())
+            return str(len(self.asked))
+
+    for seconds, asked, said in (
+        (0, [0, 1, 2, 3, 4, 5], ["1, 2", "2, 3", "3, 4", "4, 5", "5, 6"]),
+        (2, [0, 2, 4, 5], ["1, 2", "1, 2", "2, 3", "2, 3", "3, 4"]),
+        (4, [0, 4, 5], ["1, 2"] * 4 + ["2, 3"]),
+        (9, [0, 5], ["1, 2"] * 5),
+    ):
+        monkeypatch.setattr(timing, "ASK_SECONDS", seconds)
+        run = Run(cell(FAST), rounds=5, gpu=Told())
+        assert (run.gpu.asked, [row["throttled"] for row in run.of(cell(FAST))][::3]) == (asked, said)
 
 
 # ------------------------------------------------------------------------------------------------------- what rotates
