@@ -61,7 +61,7 @@ _COLUMNS = [
     ("graphs", pa.int32(), "graphs", "graphs that torch.compile made for this cell"),
     ("bytes_moved", pa.int64(), "B", "fewest bytes a call moves: rows read and written once, index read once"),
     ("sm_clock_mhz", pa.float64(), "MHz", "SM clock around the sample, cycles against the global timer"),
-    ("throttled", pa.string(), "", "throttle reasons that NVML gave around the round, or short ones together; empty: none; null: not known"),
+    ("throttled", pa.string(), "", "throttle reasons of NVML around the round, or a few; empty: none; null: not known"),
     ("gpu", pa.string(), "", "GPU name; empty on a CPU run"),
     ("gpu_uuid", pa.string(), "", "GPU UUID"),
     ("driver", pa.string(), "", "GPU driver version"),
