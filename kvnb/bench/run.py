@@ -498,11 +498,22 @@ def _serve(pipe, settings: Settings) -> None:
         except timing.Poisoned as lost:
             tell("poisoned", lost.row)
             return
-        if device.type == "cuda":  # before the next worker has its turn
-            gc.collect()
-            gc.freeze()  # what is left stays: looking torch and its compiler through takes longer than some cases
-            torch.cuda.empty_cache()
+        if device.type == "cuda":
+            _make_room()
         tell("rows", rows)
+
+
+def _make_room() -> None:
+    """Give back what a case held on the GPU, before the next worker has its turn.
+
+    What is garbage goes first. The rest, torch and its compiler above all, is then looked through never again: that
+    took longer than timing some cases.
+    """
+    import torch
+
+    gc.collect()
+    gc.freeze()
+    torch.cuda.empty_cache()
 
 
 def _die_with_parent() -> None:

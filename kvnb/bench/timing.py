@@ -63,7 +63,7 @@ SAMPLES = 3  # samples per visit,
 LONG_SECONDS = 10e-3  # and 1 where a sample lasts longer than this
 FILL_NS, PROBE_NS = 200_000, 50_000  # clock probes: while the host fills the queue; after the batch
 CYCLES_PER_NS = 2  # for a GPU without the probe, whose clock is not known
-ASK_SECONDS = 0.25  # at least, between two rounds after which NVML is asked: many a round is shorter than its answer
+ASK_SECONDS = 0.1  # at least, from one question to NVML to the next: many a round is shorter than its answer
 SETTLED, SETTLE_SECONDS = 0.99, 2.0  # preamble: until the clock is within 1 % of the best, at most so long
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import platform
 import select
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -173,6 +175,23 @@ def test_what_no_worker_can_measure_is_one_row_of_no_worker():
         ("wall", 2),
     ]
     assert [row["worker"] for row in kept if row["status"] == "error"] == [0, 1, 2]
+
+
+def test_what_a_case_leaves_is_garbage_first_and_then_looked_through_no_more():
+    class Held:
+        """In a cycle, as a copy's closures and its graph."""
+
+    held = Held()
+    held.itself = held
+    gone, kept = weakref.ref(held), Held()
+    del held
+    before = gc.get_freeze_count()
+    try:
+        runs._make_room()
+        assert gone() is None and gc.get_freeze_count() > before
+        assert not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 # -------------------------------------------------------------------------------------------------- killed and resumed
