@@ -93,7 +93,8 @@ def states(cells: pd.DataFrame, l2_bytes: int, pairs: pd.Series) -> Iterator[dic
     """States by limit.copy's speed in a chain: bytes / time from one size to the next, which a launch's cost is not in.
 
     DRAM's speed is that of the largest copies, which no cache holds. And what write-back costs: a chain, cold, pays for
-    it; a flushed call (less an event pair) leaves it to what follows.
+    it; a flushed call (less an event pair) leaves it to what follows, but holds a launch: it costs their difference, or
+    more.
     """
     chain = cells[cells["timer"] == "graph"]
     limits = chain[chain["copy"].str.startswith("limit.copy")]
@@ -113,7 +114,8 @@ def states(cells: pd.DataFrame, l2_bytes: int, pairs: pd.Series) -> Iterator[dic
     times = cold.pivot_table(index=["case", "copy"], columns="timer", values="seconds")
     for (case, copy), at in times.reindex(columns=["graph", "call"]).query("graph >= @FROM").dropna().iterrows():
         call = at["call"] - pairs.get("cold", nan)
-        detail = f"{(at['graph'] - call) * 1e6:.2f} us, in which DRAM moves {(at['graph'] - call) * dram / 1e6:.0f} MB"
+        least = at["graph"] - call
+        detail = f"at least {least * 1e6:.2f} us, in which DRAM moves {least * dram / 1e6:.0f} MB"
         yield row("write-back", at["graph"], call, timer="graph", state="cold", case=case, copy=copy, detail=detail)
 
 

@@ -429,6 +429,50 @@ def scattered(run: Run) -> str:
     return f"Rows at random slots against rows in slot order: {'; '.join(told)}." if told else ""
 
 
+def beyond_limit(run: Run) -> str:
+    """Where kvnb, launched as plainly as limit.copy, is faster than it, and how large what is copied is there; empty
+    where it is nowhere."""
+    rows = run.cells(copy=OURS).query("limit_percent.notna()")
+    past, room = rows[rows["limit_percent"] > 100], run.first["l2_bytes"] * 3 / 4  # as limits.cu chooses its shape
+    if past.empty:
+        return ""
+    most, small = past.loc[past["limit_percent"].idxmax()], int((past["bytes_moved"] <= room).sum())
+    told = (f"{OURS}, launched as plainly as limit.copy, passes 100 % too: in {len(past)} of {count(len(rows), 'cell')}, "
+            f"by up to {most['limit_percent']:.0f} % ({cell_name(most)}).")  # fmt: skip
+    of = "All" if small == len(past) else f"{small} of them"
+    why = (f" {of} move at most three quarters of L2 ({room / 1e6:.0f} MB). What is copied stays in L2 there, and from "
+           "one wave of threads up to that size limit.copy's own shape is not the fastest at every size.")  # fmt: skip
+    return told + why * bool(small)
+
+
+def placed(run: Run) -> str:
+    """What memory does to one kernel under two names, and so to any two copies; empty where it was not timed twice."""
+    again, rows = stats.NOISE[0], run.against(stats.NOISE[0])
+    if rows.empty:
+        return ""
+    far, margin = rows.loc[(rows["speedup"] - 1).abs().idxmax()], rows["margin"].max()
+    beyond = rows[rows["verdict"].isin(["FASTER", "SLOWER"])]
+    alike = ", alike in every worker" * _alike(run, beyond)
+    return (
+        f"Within a case placement moves a copy too, as each has its slots and its graph elsewhere in memory "
+        f"({run.machine}, grid {run.first['grid']}): {again}, the same kernel as {OURS}, takes up to "
+        f"{abs(far['speedup'] - 1):.1%} {'more' if far['speedup'] > 1 else 'less'} time ({cell_name(far)}), and lies "
+        f"beyond the margin of {margin:.1%} in {len(beyond) or 'none'} of {count(len(rows), 'case')}{alike}: a single "
+        "FASTER or SLOWER by a few percent can be placement."
+    )
+
+
+def _alike(run: Run, beyond: pd.DataFrame) -> bool:
+    """Whether in these cases each of several workers has kvnb.again on the same side of kvnb, beyond the margin."""
+    rounds = run.samples.merge(beyond[[*stats.PLACE, "margin"]].drop(columns="regime"))
+    if rounds.empty or rounds["worker"].nunique() < 2:
+        return False
+    wide = rounds.pivot_table(index=[*CASE_FIELDS, "worker", "round", "margin"], columns="copy", values="seconds")
+    each = (wide[stats.NOISE[0]] / wide[OURS]).groupby(level=[*CASE_FIELDS, "worker", "margin"]).median()
+    side = (each > 1 + each.index.get_level_values("margin")) * 1 - (each < 1 / (1 + each.index.get_level_values("margin")))
+    return bool(side.ne(0).all() and side.groupby(level=list(CASE_FIELDS)).nunique().eq(1).all())
+
+
 def worth(run: Run) -> pd.DataFrame:
     """What kvnb saves in a decode step over vLLM's kernel, BEST and ISSUE (negative: loses), against the weights' time.
 
@@ -458,13 +502,9 @@ def worth(run: Run) -> pd.DataFrame:
     return pd.concat(tables).replace("nan.*", "not measured", regex=True)
 
 
-def not_ok(run: Run, prefix: str = "") -> pd.DataFrame:
-    """Cells without a time, counted by status and reason; reasons that differ in numbers only are one, the first.
-
-    `prefix`: of copies whose names begin so; of vllm==, what its releases write wrongly or refuse.
-    """
-    bad = run.every_cell[(run.every_cell["status"] != "ok") & run.every_cell["copy"].str.startswith(prefix)]
-    bad = bad.replace({"copy": LABELS})
+def not_ok(run: Run) -> pd.DataFrame:
+    """Cells without a time, counted by status and reason; reasons that differ in numbers only are one, the first."""
+    bad = run.every_cell[run.every_cell["status"] != "ok"].replace({"copy": LABELS})
     groups = bad.groupby(["status", bad["reason"].str.replace(r"\d[\d.,]*", "#", regex=True)])
     table = groups.agg(cells=("copy", "size"), copies=("copy", lambda copies: ", ".join(sorted(set(copies)))),
                        first_reason=("reason", "first"))  # fmt: skip
@@ -500,6 +540,7 @@ def provenance(run: Run) -> pd.DataFrame:
 
 
 CALL = ("layout", "source")
+SOURCES = {"contiguous": "contiguous rows", "qkv": "slices of the fused projection", "transposed": "transposed heads"}
 SAME, DEFAULT = "the same problem: NHD, contiguous rows", "as called: by each release's default backend"
 
 
@@ -569,6 +610,25 @@ def release_steps(run: Run) -> pd.DataFrame:
                 steps = steps.assign(a=copy, b=before, speedup=steps["was"] / steps["seconds"], low=np.nan, high=np.nan)
             tables.append(steps.reindex(columns=COMPARED).assign(panel=panel))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*COMPARED, "panel"])
+
+
+def release_failures(run: Run) -> pd.DataFrame:
+    """What vLLM's releases write wrongly, or refuse as their kernels cannot do it, by layout and source: in words,
+    status, releases (oldest first), cells, and the first reason.
+
+    What kvnb is refused too is a state that no copy is given, and a release that another timer has a time of in that
+    very case can do it: neither is a matter of its kernel.
+    """
+    cells = run.every_cell[run.every_cell["copy"].str.startswith("vllm==")]
+    case = ["copy", *CASE_FIELDS]
+    never = cells["status"].eq("unsupported").groupby([cells[name] for name in case]).transform("all")
+    given = ~cells["reason"].isin(run.every_cell.loc[run.every_cell["copy"] == OURS, "reason"])
+    bad, rows = cells[cells["status"].eq("wrong") | (never & given)], []
+    for (layout, source, status), here in bad.groupby(["layout", "source", "status"]):
+        problem = f"{layout}, {SOURCES[source]}"
+        named = ", ".join(sorted(here["copy"].unique(), key=lambda copy: (age(copy), copy)))
+        rows.append((problem, status, named, len(here), here["reason"].iloc[0]))
+    return pd.DataFrame(rows, columns=["problem", "status", "releases", "cells", "first reason"])
 
 
 def release_headline(run: Run) -> str:

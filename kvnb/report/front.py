@@ -249,11 +249,13 @@ def commands(run: Run, path: Path) -> list[tuple[str, str]]:
 
 
 def elsewhere(run: Run, path: Path) -> list[str]:
-    """What other recorded runs of the same grid and GPU model say: how certain the answer is beyond its own board."""
+    """How certain the answer is at another place in memory, and by what other recorded runs of the same grid and GPU
+    model say, on another board."""
+    placed = [told] if (told := answers.placed(run)) else []
     if not path.is_relative_to(paths.RECORDED):
-        return []
+        return placed
     others = [other for other in sorted(path.parent.glob(f"*_{run.first['grid']}_*.parquet")) if other != path]
-    return [f"Another run, {other.name}{_answer(other)}" for other in others]
+    return [*placed, *(f"Another run, {other.name}{_answer(other)}" for other in others)]
 
 
 def _answer(path: Path) -> str:

@@ -1,7 +1,8 @@
 """What our kernel has to reach, as a table of goals, and what the record says of each (`kvnb goals`).
 
-Goals are about an H200: bfloat16, timer `graph`, no padding, speedups within one run and state. One whose cells no run
-holds is "not measured".
+Goals are about an H200: timer `graph`, speedups within one run and state. Those over any copy hold in every case and
+state of the record, float16 and float32 too; all others are of bfloat16, state `produced`, no padding. One whose cells
+no run holds is "not measured".
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvnb.bench import stats
 from kvnb.problem.case import CASE_FIELDS
 from kvnb.report import answers
 from kvnb.report.answers import OURS, Run
+from kvnb.report.words import short
 
 SHIPPED, DEPENDENT = "vllm==0.33.0", "kvnb.dependent"
 DEPENDENTLY = (DEPENDENT, "sglang")  # copies launched dependently
@@ -83,11 +85,13 @@ GOALS = tuple(_goals())
 def table(runs: Iterable[Run]) -> pd.DataFrame:
     """A row per goal: goal, bound, needed, measured, low, high (95 % interval, where there is one), worst, cells, met.
 
-    `runs`: of one GPU. A case that several of them hold counts once in a mean, as in the first of them.
+    `runs`: of one GPU. A case that several of them hold counts once in a mean, as in the first of them; `worst` says
+    which one's it is, by grid and commit.
     """
     runs, rows = list(runs), []
     for goal in GOALS:
-        found = [cells for run in runs if len(cells := _cells(goal, run))]
+        found = [cells.assign(name=cells["name"] + f", {run.first['grid']} {short(run.first['kvnb_commit'])}")
+                 for run in runs if len(cells := _cells(goal, run))]  # fmt: skip
         row = {"goal": goal.name, "bound": "at most" if goal.most else "at least", "needed": goal.needed}
         lacking = {"cells": 0, "met": "not measured"}
         rows.append(row | (_outcome(goal, pd.concat(found, ignore_index=True)) if found else lacking))

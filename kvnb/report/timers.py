@@ -9,6 +9,8 @@ import pandas as pd
 from kvnb import machine, paths
 from kvnb.bench import counters, results, stats, timing, witness
 from kvnb.bench.witness import ALIKE, COLUMNS, FROM, LEFT, LOOP, OF_CELLS, WITHIN
+from kvnb.report.answers import Run
+from kvnb.report.words import short
 
 CLAIMS = {
     "noise floor": f"a copy against itself, under another name, differs by at most {stats.WIDEST_SAME:.0%}",
@@ -23,6 +25,8 @@ CLAIMS = {
     "a wait per call": "`graph` against a loop that waits for the GPU after every call",
     "nvbench": "`call` cold against nvbench's cold measurement, which flushes by writing",
 }
+RUN, LIVE, COUNTED = "run", "profiler, waits and nvbench", "counters"  # what tables are for
+UNWRITTEN = "a flushed call left unwritten, by ncu"
 FEW, PAIR = "few sets: partly in L2", "with the event pair"
 INCLUDES = pd.DataFrame(
     [
@@ -55,6 +59,41 @@ def seen(device: str, choice: str, gpu: str) -> tuple[pd.DataFrame, pd.DataFrame
 def _recorded(name: str, gpu: str, columns: list[str]) -> pd.DataFrame:
     found = results.newest(paths.gpu_folder(gpu), name)
     return pd.read_parquet(found) if found else pd.DataFrame(columns=[*columns, *counters.PROVENANCE])
+
+
+def gathered(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
+    """All rows of the claims, of a run and of what `seen` gives; `kvnb`: the commit that they are of, if not the run's."""
+    parts = [witness.from_run(run.samples).assign(kvnb=""), measured[COLUMNS].assign(kvnb=of(measured, run)),
+             witness.from_counters(counted).assign(kvnb=of(counted, run))]  # fmt: skip
+    return pd.concat([part for part in parts if len(part)], ignore_index=True)
+
+
+def of(made: pd.DataFrame, run: Run) -> str:
+    """The commit that a table of `seen` was made with, if with another or on another GPU than the run; else empty."""
+    where = ["kvnb_commit", "gpu_uuid"]
+    same = made.empty or made[where].iloc[0].equals(run.first[where])
+    return "" if same else short(made["kvnb_commit"].iloc[0])
+
+
+def provenance(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
+    """Where each part of the page was made: for (RUN, LIVE or COUNTED), and the columns of counters.PROVENANCE."""
+    parts = {RUN: run.samples.head(1), LIVE: measured, COUNTED: counted}
+    rows = [part[list(counters.PROVENANCE)].drop_duplicates().assign(**{"for": name}) for name, part in parts.items()]
+    return pd.concat([part for part in rows if len(part)])[["for", *counters.PROVENANCE]]
+
+
+def origins(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> str:
+    """Which kvnb and GPU the answer is of, in a sentence: the run's, and what is not the run's."""
+    first, others = run.first, []
+    told = [f"Of the run: kvnb {short(first['kvnb_commit'])}, {run.machine}"]
+    for name, made in ((LIVE, measured), (COUNTED, counted)):
+        if commit := of(made, run):
+            at = made.iloc[0]
+            kernel = "the same kvnb" if at["kvnb_commit"] == first["kvnb_commit"] else f"kvnb {commit}"
+            when = "earlier" if at["utc"] < first["utc"] else "later"
+            board = f", on another {at['gpu']}" * (at["gpu_uuid"] != first["gpu_uuid"])
+            told.append(f"{name}: {kernel}, measured {when}{board}")
+    return "; ".join(told) + "."
 
 
 def verdict(rows: pd.DataFrame) -> str:
@@ -99,6 +138,18 @@ def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
     return read.loc[:, (read != "").any()]
 
 
+def write_back(rows: pd.DataFrame, counted: pd.DataFrame, kvnb: str = "") -> pd.DataFrame:
+    """`shown` of the write-back, and in column UNWRITTEN what ncu counted of the same call: what it writes, less what
+    reached DRAM. `kvnb`: the counters' commit, if not the run's."""
+    table, calls = shown(rows, "write-back"), counted[(counted["timer"] == "call") & counted["dram_written"].notna()]
+    kernels = calls.groupby(["copy", "case"]).agg({"bytes_moved": "first", "dram_written": "sum"})
+    left = kernels["bytes_moved"] / 2 - kernels["dram_written"]
+    if not len(table) or not len(left):
+        return table
+    told = [f"{left[at] / 1e6:.0f} MB{kvnb and f' ({kvnb})'}" if at in left else "" for at in zip(table["copy"], table["case"])]
+    return table.assign(**{UNWRITTEN: told})
+
+
 def watching(rows: pd.DataFrame) -> pd.DataFrame:
     """Per copy and timer, what it costs a call of FROM and more that the profiler watches: median, and the most."""
     cost = _long(rows).groupby(["copy", "timer"])["difference"].agg(["median", "max"])
@@ -113,7 +164,8 @@ def _read(at: dict) -> dict:
     off = "" if isnan(at["difference"]) or at["unit"] == "share" else f"{at['difference']:+.1%}"
     judged = {"difference": off, "bound": f"{at['sense']} {at['bound']:.0%}" if at["sense"] else ""}
     holds = "" if pd.isna(at["holds"]) else "yes" if at["holds"] else "no"
-    return {name: at[name] for name in COLUMNS[1:5]} | numbers | judged | {"holds": holds, "detail": at["detail"]}
+    last = {"holds": holds, "detail": at["detail"], "kvnb": at.get("kvnb", "")}
+    return {name: at[name] for name in COLUMNS[1:5]} | numbers | judged | last
 
 
 def counts(counted: pd.DataFrame) -> pd.DataFrame:

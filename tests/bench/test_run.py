@@ -32,6 +32,7 @@ SETTINGS = Settings("cpu", "quick", ["torch.index_put"], ["wall"], workers=1, ro
 ASKED = {"device": "cpu", "grid": "quick", "timers": "wall", "workers": 1, "rounds": 1}
 ASKED |= {"copies": ["limit.copy.memcpy", "torch.index_copy"]}  # index_copy is unsupported in half of the cases
 
+
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """Copies that a test registers are gone after it."""
