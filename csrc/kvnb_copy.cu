@@ -23,9 +23,9 @@
 // every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
-// said, first the road's, then what is here:
+// said, first the road's, then this file's at that time (it has become faster since):
 //   slots loaded as rows are (DRAM's latency) 128 tokens 1.91 us, 1.63; 1 head, 1,024 tokens 2.01 us, 1.61. What Inductor
-//                                             does, and why torch.compile was faster than an earlier state of this file
+//                                             does, and why torch.compile was faster than this file was
 //   slots to stay in L2, four pairs a thread  4,096 tokens 7.3 us, 7.1
 //   two pairs of vectors per thread           slower at up to 2,048 tokens and from 8,192; 4,096 tokens 7.9 us, 7.1
 //   four pairs where the copy is larger than  4,608 tokens 10.2 us, 9.9; 16,384 tokens 36.4 us, 36.3; 1 head, 36,864
@@ -56,7 +56,7 @@
 //   plain, four pairs from 15/16 of a wave    2,048 tokens 3.96 us, 3.77
 //   the general kernel for heads apart        256 tokens of [heads, tokens, head size] 2.29 us, 1.73; 2.30 with 32-bit
 //                                             divisions, 2.02 with slots to stay in L2
-//   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4 then; but
+//   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4; but
 //   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
 //
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.

@@ -463,14 +463,13 @@ def placed(run: Run) -> str:
 
 
 def _alike(run: Run, beyond: pd.DataFrame) -> bool:
-    """Whether in these cases each of several workers has kvnb.again on the same side of kvnb, beyond the margin."""
-    rounds = run.samples.merge(beyond[[*stats.PLACE, "margin"]].drop(columns="regime"))
-    if rounds.empty or rounds["worker"].nunique() < 2:
-        return False
-    wide = rounds.pivot_table(index=[*CASE_FIELDS, "worker", "round", "margin"], columns="copy", values="seconds")
-    each = (wide[stats.NOISE[0]] / wide[OURS]).groupby(level=[*CASE_FIELDS, "worker", "margin"]).median()
-    side = (each > 1 + each.index.get_level_values("margin")) * 1 - (each < 1 / (1 + each.index.get_level_values("margin")))
-    return bool(side.ne(0).all() and side.groupby(level=list(CASE_FIELDS)).nunique().eq(1).all())
+    """Whether kvnb and kvnb.again differ by more than the margin in these cases in each of several workers."""
+    again, keys = stats.NOISE[0], [*stats.PLACE, "worker", "verdict", "margin"]
+    rounds = run._head(run.timer).rounds.query("copy in @stats.NOISE").merge(beyond[[*stats.PLACE, "verdict", "margin"]])
+    wide = rounds.pivot(index=[*keys, "round"], columns="copy", values="seconds").reindex(columns=[again, OURS])
+    each = (wide[again] / wide[OURS]).groupby(level=keys).median().rename("ratio").reset_index()
+    apart = each["ratio"].where(each["verdict"] == "FASTER", 1 / each["ratio"])
+    return each["worker"].nunique() > 1 and bool((apart > 1 + each["margin"]).all())
 
 
 def worth(run: Run) -> pd.DataFrame:

@@ -70,8 +70,7 @@ def gathered(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.Data
 
 def of(made: pd.DataFrame, run: Run) -> str:
     """The commit that a table of `seen` was made with, if with another or on another GPU than the run; else empty."""
-    where = ["kvnb_commit", "gpu_uuid"]
-    same = made.empty or made[where].iloc[0].equals(run.first[where])
+    same = made.empty or all(made[name].iloc[0] == run.first[name] for name in ("kvnb_commit", "gpu_uuid"))
     return "" if same else short(made["kvnb_commit"].iloc[0])
 
 
@@ -144,10 +143,9 @@ def write_back(rows: pd.DataFrame, counted: pd.DataFrame, kvnb: str = "") -> pd.
     table, calls = shown(rows, "write-back"), counted[(counted["timer"] == "call") & counted["dram_written"].notna()]
     kernels = calls.groupby(["copy", "case"]).agg({"bytes_moved": "first", "dram_written": "sum"})
     left = kernels["bytes_moved"] / 2 - kernels["dram_written"]
-    if not len(table) or not len(left):
-        return table
-    told = [f"{left[at] / 1e6:.0f} MB{kvnb and f' ({kvnb})'}" if at in left else "" for at in zip(table["copy"], table["case"])]
-    return table.assign(**{UNWRITTEN: told})
+    cells = zip(table["copy"], table["case"]) if len(table) else ()
+    told = [f"{left[at] / 1e6:.0f} MB{kvnb and f' ({kvnb})'}" if at in left else "" for at in cells]
+    return table.assign(**{UNWRITTEN: told}) if any(told) else table
 
 
 def watching(rows: pd.DataFrame) -> pd.DataFrame:
