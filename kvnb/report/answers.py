@@ -430,46 +430,40 @@ def scattered(run: Run) -> str:
 
 
 def beyond_limit(run: Run) -> str:
-    """Where kvnb, launched as plainly as limit.copy, is faster than it, and how large what is copied is there; empty
-    where it is nowhere."""
+    """Where kvnb, launched plainly, is faster than limit.copy all the same, and why; empty where it is nowhere."""
     rows = run.cells(copy=OURS).query("limit_percent.notna()")
     past, room = rows[rows["limit_percent"] > 100], run.first["l2_bytes"] * 3 / 4  # as limits.cu chooses its shape
     if past.empty:
         return ""
-    most, small = past.loc[past["limit_percent"].idxmax()], int((past["bytes_moved"] <= room).sum())
-    told = (f"{OURS}, launched as plainly as limit.copy, passes 100 % too: in {len(past)} of {count(len(rows), 'cell')}, "
-            f"by up to {most['limit_percent']:.0f} % ({cell_name(most)}).")  # fmt: skip
-    of = "All" if small == len(past) else f"{small} of them"
-    why = (f" {of} move at most three quarters of L2 ({room / 1e6:.0f} MB). What is copied stays in L2 there, and from "
-           "one wave of threads up to that size limit.copy's own shape is not the fastest at every size.")  # fmt: skip
-    return told + why * bool(small)
-
-
-def placed(run: Run) -> str:
-    """What memory does to one kernel under two names, and so to any two copies; empty where it was not timed twice."""
-    again, rows = stats.NOISE[0], run.against(stats.NOISE[0])
-    if rows.empty:
-        return ""
-    far, margin = rows.loc[(rows["speedup"] - 1).abs().idxmax()], rows["margin"].max()
-    beyond = rows[rows["verdict"].isin(["FASTER", "SLOWER"])]
-    alike = ", alike in every worker" * _alike(run, beyond)
+    most, small = past.loc[past["limit_percent"].idxmax()], (past["bytes_moved"] <= room).sum() * bool(run.first["gpu"])
+    many = "All" if small == len(past) else f"{small} of them"
+    why = (
+        f" {many} move at most {room / 1e6:.0f} MB, three quarters of L2: what is copied stays there, and from one "
+        "wave of threads up to that size limit.copy's own shape is not the best at every size."
+    )
     return (
-        f"Within a case placement moves a copy too, as each has its slots and its graph elsewhere in memory "
-        f"({run.machine}, grid {run.first['grid']}): {again}, the same kernel as {OURS}, takes up to "
-        f"{abs(far['speedup'] - 1):.1%} {'more' if far['speedup'] > 1 else 'less'} time ({cell_name(far)}), and lies "
-        f"beyond the margin of {margin:.1%} in {len(beyond) or 'none'} of {count(len(rows), 'case')}{alike}: a single "
-        "FASTER or SLOWER by a few percent can be placement."
+        f"{OURS} itself, launched plainly, passes 100 % too: in {len(past)} of {count(len(rows), 'cell')}, up to "
+        f"{most['limit_percent']:.0f} % ({cell_name(most)}).{why if small else ''}"
     )
 
 
-def _alike(run: Run, beyond: pd.DataFrame) -> bool:
-    """Whether kvnb and kvnb.again differ by more than the margin in these cases in each of several workers."""
-    again, keys = stats.NOISE[0], [*stats.PLACE, "worker", "verdict", "margin"]
-    rounds = run._head(run.timer).rounds.query("copy in @stats.NOISE").merge(beyond[[*stats.PLACE, "verdict", "margin"]])
-    wide = rounds.pivot(index=[*keys, "round"], columns="copy", values="seconds").reindex(columns=[again, OURS])
-    each = (wide[again] / wide[OURS]).groupby(level=keys).median().rename("ratio").reset_index()
-    apart = each["ratio"].where(each["verdict"] == "FASTER", 1 / each["ratio"])
-    return each["worker"].nunique() > 1 and bool((apart > 1 + each["margin"]).all())
+def placed(run: Run) -> str:
+    """What memory does to one kernel under two names, and so to any two copies; empty without graphs of both.
+
+    A verdict on a kernel over itself comes of an interval that is drawn over workers: each of them repeats it.
+    """
+    again, rows = stats.NOISE[0], run.against(stats.NOISE[0])
+    if rows.empty or run.timer != "graph":
+        return ""
+    far, beyond = rows.loc[(rows["speedup"] - 1).abs().idxmax()], rows["verdict"].isin(["FASTER", "SLOWER"]).sum()
+    so = ": workers repeat it, so that a single FASTER or SLOWER by so little can be placement" if beyond else ""
+    return (
+        "Within a case placement moves a copy too, as each has its slots and its graph elsewhere in memory "
+        f"({run.machine}, grid {run.first['grid']}): {again}, the same kernel as {OURS}, takes up to "
+        f"{abs(far['speedup'] - 1):.1%} {'more' if far['speedup'] > 1 else 'less'} time ({cell_name(far)}), and its "
+        f"interval lies beyond the margin of {rows['margin'].max():.1%} in {beyond or 'none'} of "
+        f"{count(len(rows), 'case')}{so}."
+    )
 
 
 def worth(run: Run) -> pd.DataFrame:
@@ -623,10 +617,10 @@ def release_failures(run: Run) -> pd.DataFrame:
     never = cells["status"].eq("unsupported").groupby([cells[name] for name in case]).transform("all")
     given = ~cells["reason"].isin(run.every_cell.loc[run.every_cell["copy"] == OURS, "reason"])
     bad, rows = cells[cells["status"].eq("wrong") | (never & given)], []
-    for (layout, source, status), here in bad.groupby(["layout", "source", "status"]):
-        problem = f"{layout}, {SOURCES[source]}"
-        named = ", ".join(sorted(here["copy"].unique(), key=lambda copy: (age(copy), copy)))
-        rows.append((problem, status, named, len(here), here["reason"].iloc[0]))
+    for layout, there in by_layout(bad):
+        for (source, status), here in there.groupby(["source", "status"]):
+            named = ", ".join(sorted(here["copy"].unique(), key=lambda copy: (age(copy), copy)))
+            rows.append((f"{layout}, {SOURCES[source]}", status, named, len(here), here["reason"].iloc[0]))
     return pd.DataFrame(rows, columns=["problem", "status", "releases", "cells", "first reason"])
 
 

@@ -25,7 +25,7 @@ CLAIMS = {
     "a wait per call": "`graph` against a loop that waits for the GPU after every call",
     "nvbench": "`call` cold against nvbench's cold measurement, which flushes by writing",
 }
-RUN, LIVE, COUNTED = "run", "profiler, waits and nvbench", "counters"  # what tables are for
+RUN, LIVE, COUNTED = "the run", "the profiler, waits and nvbench", "the counters"  # what tables are for
 UNWRITTEN = "a flushed call left unwritten, by ncu"
 FEW, PAIR = "few sets: partly in L2", "with the event pair"
 INCLUDES = pd.DataFrame(
@@ -62,7 +62,7 @@ def _recorded(name: str, gpu: str, columns: list[str]) -> pd.DataFrame:
 
 
 def gathered(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
-    """All rows of the claims, of a run and of what `seen` gives; `kvnb`: the commit that they are of, if not the run's."""
+    """All rows of the claims, of a run and of what `seen` gives; column kvnb: the commit they are of (see `of`)."""
     parts = [witness.from_run(run.samples).assign(kvnb=""), measured[COLUMNS].assign(kvnb=of(measured, run)),
              witness.from_counters(counted).assign(kvnb=of(counted, run))]  # fmt: skip
     return pd.concat([part for part in parts if len(part)], ignore_index=True)
@@ -74,25 +74,25 @@ def of(made: pd.DataFrame, run: Run) -> str:
     return "" if same else short(made["kvnb_commit"].iloc[0])
 
 
-def provenance(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
-    """Where each part of the page was made: for (RUN, LIVE or COUNTED), and the columns of counters.PROVENANCE."""
-    parts = {RUN: run.samples.head(1), LIVE: measured, COUNTED: counted}
-    rows = [part[list(counters.PROVENANCE)].drop_duplicates().assign(**{"for": name}) for name, part in parts.items()]
-    return pd.concat([part for part in rows if len(part)])[["for", *counters.PROVENANCE]]
-
-
 def origins(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> str:
-    """Which kvnb and GPU the answer is of, in a sentence: the run's, and what is not the run's."""
-    first, others = run.first, []
-    told = [f"Of the run: kvnb {short(first['kvnb_commit'])}, {run.machine}"]
+    """Which kvnb and GPU the answer is of, in a sentence: the run's, then what is not the run's."""
+    first = run.first
+    told = [f"The run is of kvnb {short(first['kvnb_commit'])}"]
     for name, made in ((LIVE, measured), (COUNTED, counted)):
         if commit := of(made, run):
             at = made.iloc[0]
             kernel = "the same kvnb" if at["kvnb_commit"] == first["kvnb_commit"] else f"kvnb {commit}"
-            when = "earlier" if at["utc"] < first["utc"] else "later"
-            board = f", on another {at['gpu']}" * (at["gpu_uuid"] != first["gpu_uuid"])
-            told.append(f"{name}: {kernel}, measured {when}{board}")
+            another = "another " * (at["gpu"] == first["gpu"])
+            board = f" on {another}{at['gpu']}" * (at["gpu_uuid"] != first["gpu_uuid"])
+            told.append(f"{name} are of {kernel}, measured {'earlier' if at['utc'] < first['utc'] else 'later'}{board}")
     return "; ".join(told) + "."
+
+
+def provenance(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
+    """Where each part of the page was made: for (RUN, LIVE or COUNTED), and the columns of counters.PROVENANCE."""
+    parts = {RUN: run.samples.head(1), LIVE: measured, COUNTED: counted}
+    rows = [part[[*counters.PROVENANCE]].drop_duplicates().assign(**{"for": name}) for name, part in parts.items()]
+    return pd.concat([part for part in rows if len(part)])[["for", *counters.PROVENANCE]]
 
 
 def verdict(rows: pd.DataFrame) -> str:

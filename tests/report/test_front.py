@@ -151,6 +151,11 @@ def test_a_page_says_how_its_run_is_made_again(gpu, old, padded, tmp_path, monke
     assert front.commands(usual, recorded)[-1][0] == "make record GRID=full"
 
 
+def test_limits_of_the_claim_hold_what_placement_does_in_a_run_of_ones_own_too(gpu, cpu, tmp_path):
+    assert front.elsewhere(gpu, tmp_path / "mine.parquet") == [answers.placed(gpu)] != [""]
+    assert front.elsewhere(cpu, tmp_path / "mine.parquet") == []
+
+
 def test_method_is_five_lines_with_the_runs_numbers(gpu, cpu):
     assert len(front.method(gpu)) == len(front.method(cpu)) == 5
     assert "timer graph" in front.method(gpu)[0] and "timer wall" in front.method(cpu)[0]

@@ -12,7 +12,7 @@ from programs import python_path
 
 from kvnb import paths
 from kvnb.bench import results
-from kvnb.report import answers, compare, null_block, parameters
+from kvnb.report import answers, compare, null_block, parameters, timers
 from kvnb.report.execute import execute
 
 NAMES = sorted(parameters.TABLES)
@@ -67,6 +67,7 @@ def test_compare_runs_on_fixture_runs_and_opens_with_the_answer(tmp_path, run_fi
     assert not outcome.failure
     outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
     assert [out.data["text/markdown"] for out in outputs[:2]] == [answers.headline(cpu), answers.headline(gpu)]
+    assert [out.data["text/markdown"] for out in outputs if "placement" in str(out.data)] == [answers.placed(gpu)]
     figures = [out for out in outputs if "image/png" in out.get("data", {})]
     by_layout = [(run, layout) for run in (cpu, gpu) for layout in run.layouts]
     assert {out.metadata["image/png"]["alt"] for out in figures} == {
@@ -107,7 +108,20 @@ def test_releases_runs_on_a_fixture_run_and_opens_with_the_answer(tmp_path, by_r
     (figure,) = (out for out in outputs if "image/png" in out.get("data", {}))
     assert figure.metadata["image/png"]["alt"] == answers.alt("releases", by_release)
     shown = "".join(out.data.get("text/html", "") for out in outputs)
+    assert shown.count("<td>packed, slices of the fused projection</td>") == 2
     assert "its kernel knows no head stride" in shown and "-0.5 should be untouched" in shown
+
+
+def test_timers_shows_a_record_and_says_what_is_not_the_runs(tmp_path, run_files, gpu):
+    outcome = execute("06_timers", {"run": run_files[1], "live": "no", "device": "cpu"}, tmp_path)
+    assert not outcome.failure, outcome.failure
+    outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
+    measured, counted = timers.seen("cpu", "no", gpu.first["gpu"])
+    assert f"** {timers.origins(gpu, measured, counted)}\n\n- " in outputs[0].data["text/markdown"]
+    shown = "".join(out.data.get("text/html", "") for out in outputs)
+    for name, made in ((timers.LIVE, measured), (timers.COUNTED, counted)):
+        commit = made["kvnb_commit"].iloc[0]
+        assert f"<td>{commit[:7]}</td>" in shown and f"<td>{name}</td>" in shown and f"<td>{commit}</td>" in shown
 
 
 def test_runs_compares_two_runs_and_opens_with_what_differs(tmp_path, run_files, gpu):

@@ -120,7 +120,9 @@ def test_an_older_record_that_is_damaged_is_named_on_the_page(place):
     record = next(paths.RECORDED.rglob("*.parquet"))
     other = record.with_name("2026-11-29_full_4567def.parquet")
     other.write_bytes(b"PAR1")
-    (told,) = front.elsewhere(answers.load(record), record)
+    run = answers.load(record)
+    placed, told = front.elsewhere(run, record)
+    assert placed == answers.placed(run) and placed
     assert told.startswith(f"Another run, {other.name}, is left out: {other} is not a complete run file")
 
 

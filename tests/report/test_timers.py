@@ -8,7 +8,7 @@ import pytest
 from kvnb.bench import counters, witness
 from kvnb.bench.witness import row
 from kvnb.problem.case import Case
-from kvnb.report import timers
+from kvnb.report import answers, timers
 
 US = 1e-6
 
@@ -66,6 +66,65 @@ def test_what_watching_costs_is_told_of_calls_that_are_judged():
     ]
     assert timers.watching(rows).columns.name is None, "to_html would give every row an empty header"
     assert timers.watching(rows[:0]).empty
+
+
+def made_by(run: answers.Run, *rows: dict, columns: list[str], **elsewhere: object) -> pd.DataFrame:
+    """A table of `seen` from where the run is from, but for what is `elsewhere`."""
+    place = {name: run.first[name] for name in counters.PROVENANCE} | elsewhere
+    return pd.DataFrame([at | place for at in rows], columns=[*columns, *counters.PROVENANCE])
+
+
+def of_a_call(copy: str, *written: float) -> list[dict]:
+    """Rows of ncu, a kernel each: a flushed call of 16,384 tokens."""
+    case = Case(16384)
+    at = {"copy": copy, "case": str(case), "timer": "call", "bytes_moved": case.bytes_moved, "dram_read": 1.0}
+    return [at | {"dram_written": bytes_} for bytes_ in written]
+
+
+@pytest.mark.parametrize("elsewhere, kvnb, said", [
+    ({}, "", ""),
+    ({"kvnb_commit": "tree-fedcba9876"}, "fedcba9", " are of kvnb fedcba9, measured earlier"),
+    ({"gpu_uuid": "1", "utc": "2026-12-01T00:00:00Z"}, "0123abc",
+     " are of the same kvnb, measured later on another NVIDIA H200"),
+    ({"gpu_uuid": "1", "gpu": "NVIDIA B200", "kvnb_commit": "89abcdef0"}, "89abcde",
+     " are of kvnb 89abcde, measured earlier on NVIDIA B200"),
+])  # fmt: skip
+def test_what_is_not_the_runs_is_named_in_the_answer_in_each_row_and_in_the_provenance(gpu, elsewhere, kvnb, said):
+    elsewhere = {"utc": "2026-11-29T00:00:00Z"} | elsewhere
+    measured = made_by(gpu, row("nvbench", 2.0, 1.0, copy="a"), columns=witness.COLUMNS)
+    counted = made_by(gpu, *of_a_call("kvnb", 1.0), columns=counters.COLUMNS, **elsewhere)
+    chain = [at | {"timer": "graph", "state": "cold", "calls": 1, "passes": 1} for at in of_a_call("limit.copy", 1.0)]
+    rows = timers.gathered(gpu, measured, made_by(gpu, *chain, columns=counters.COLUMNS, **elsewhere))
+    assert set(rows.loc[rows["claim"] == "states by DRAM bytes", "kvnb"]) == {kvnb}
+    assert set(rows.loc[rows["claim"] != "states by DRAM bytes", "kvnb"]) == {""}
+    assert ("kvnb" in timers.shown(rows, "states by DRAM bytes")) == bool(kvnb)
+    assert "kvnb" not in timers.shown(rows, "nvbench") and "kvnb" not in timers.shown(rows, "noise floor")
+    told = timers.origins(gpu, measured, counted)
+    assert told == "The run is of kvnb 0123abc" + (said and f"; the counters{said}") + "."
+    made = timers.provenance(gpu, measured, counted)
+    assert made["for"].tolist() == ["the run", "the profiler, waits and nvbench", "the counters"]
+    assert made["kvnb_commit"].tolist() == ["0123abc", "0123abc", elsewhere.get("kvnb_commit", "0123abc")]
+
+
+def test_what_was_never_measured_has_no_origin(gpu):
+    measured, counted = (made_by(gpu, columns=columns) for columns in (witness.COLUMNS, counters.COLUMNS))
+    assert timers.origins(gpu, measured, counted) == "The run is of kvnb 0123abc."
+    assert timers.provenance(gpu, measured, counted)["for"].tolist() == ["the run"]
+    assert set(timers.gathered(gpu, measured, counted)["claim"]) == {"noise floor", "two processes"}
+
+
+def test_beside_the_write_back_stands_what_ncu_says_was_left_unwritten(gpu):
+    """67.2 MB are to be written; of two kernels the sum of both counts. Nothing where that call was not counted."""
+    cells = [row("write-back", 2.0, 1.0, copy=copy, case=str(Case(tokens)))
+             for copy, tokens in (("kvnb", 16384), ("two", 16384), ("kvnb", 4096), ("limit.copy", 16384))]  # fmt: skip
+    rows, none = witness.table(cells), made_by(gpu, columns=counters.COLUMNS)
+    counts = [*of_a_call("kvnb", 45.1e6), *of_a_call("two", 20e6, 30e6), *of_a_call("limit.copy", float("nan"))]
+    counts += [at | {"timer": "graph"} for at in of_a_call("limit.copy", 1.0)]
+    counted = made_by(gpu, *counts, columns=counters.COLUMNS)
+    assert timers.write_back(rows, counted)[timers.UNWRITTEN].tolist() == ["22 MB", "17 MB", "", ""]
+    assert timers.write_back(rows, counted, "0df2b40")[timers.UNWRITTEN].iloc[0] == "22 MB (0df2b40)"
+    assert timers.UNWRITTEN not in timers.write_back(rows, none) and len(timers.write_back(rows, none)) == 4
+    assert timers.write_back(rows[:0], counted).empty
 
 
 def test_a_record_is_found_again_by_its_gpu(monkeypatch, tmp_path):
