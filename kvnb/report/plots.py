@@ -68,8 +68,8 @@ def draw(figure: str, run: answers.Run, layout: str = "") -> None:
 
 
 def table(rows: pd.DataFrame, caption: str = "") -> None:
-    """Show a table of `answers` in a notebook, whole and without row numbers."""
-    if caption:
+    """Show a table of `answers` in a notebook, whole and without row numbers; it may bring a caption of its own."""
+    if caption := caption or rows.attrs.get("caption", ""):
         display(Markdown(f"**{caption}**"))
     whole = {r" \[(\S+), (\S+)\]": "\u00a0[\\1,\u00a0\\2]", r"^(\S+) (us|ms|s)$": "\\1\u00a0\\2"}  # stay in one line
     rows = rows.replace(whole, regex=True)

@@ -89,10 +89,11 @@ def origins(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> str:
 
 
 def provenance(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
-    """Where each part of the page was made: for (RUN, LIVE or COUNTED), and the columns of counters.PROVENANCE."""
-    parts = {RUN: run.samples.head(1), LIVE: measured, COUNTED: counted}
-    rows = [part[[*counters.PROVENANCE]].drop_duplicates().assign(**{"for": name}) for name, part in parts.items()]
-    return pd.concat([part for part in rows if len(part)])[["for", *counters.PROVENANCE]]
+    """Where each part of the page was made: a column for each of RUN, LIVE and COUNTED that there is, a row (what) for
+    each of counters.PROVENANCE."""
+    parts = {RUN: run.samples, LIVE: measured, COUNTED: counted}
+    made = {name: part.iloc[0][[*counters.PROVENANCE]] for name, part in parts.items() if len(part)}
+    return pd.DataFrame(made).astype(str).rename_axis("what").reset_index()
 
 
 def verdict(rows: pd.DataFrame) -> str:
@@ -132,9 +133,13 @@ def _watched(rows: pd.DataFrame) -> str:
 
 
 def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
-    """The rows of a claim as a notebook shows them: units in the cells, empty columns left out."""
+    """The rows of a claim as a notebook shows them: units in the cells, empty columns left out. A commit that all rows
+    are of is the table's caption (`plots.table`)."""
     read = pd.DataFrame(map(_read, rows[rows["claim"] == claim].to_dict("records")))
-    return read.loc[:, (read != "").any()]
+    table = read.loc[:, (read != "").any()]
+    if table.get("kvnb", pd.Series()).nunique() == 1:
+        table.attrs["caption"] = f"kvnb {table.pop('kvnb').iloc[0]}"
+    return table
 
 
 def write_back(rows: pd.DataFrame, counted: pd.DataFrame, kvnb: str = "") -> pd.DataFrame:

@@ -118,10 +118,10 @@ def test_timers_shows_a_record_and_says_what_is_not_the_runs(tmp_path, run_files
     outputs = [out for cell in code_cells(nbformat.read(outcome.path, as_version=4)) for out in cell.outputs]
     measured, counted = timers.seen("cpu", "no", gpu.first["gpu"])
     assert f"** {timers.origins(gpu, measured, counted)}\n\n- " in outputs[0].data["text/markdown"]
-    shown = "".join(out.data.get("text/html", "") for out in outputs)
+    shown = "".join(out.data.get("text/html", out.data.get("text/markdown", "")) for out in outputs)
     for name, made in ((timers.LIVE, measured), (timers.COUNTED, counted)):
         commit = made["kvnb_commit"].iloc[0]
-        assert f"<td>{commit[:7]}</td>" in shown and f"<td>{name}</td>" in shown and f"<td>{commit}</td>" in shown
+        assert f"**kvnb {commit[:7]}**" in shown and f"<th>{name}</th>" in shown and f"<td>{commit}</td>" in shown
 
 
 def test_runs_compares_two_runs_and_opens_with_what_differs(tmp_path, run_files, gpu):

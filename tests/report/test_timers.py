@@ -97,19 +97,23 @@ def test_what_is_not_the_runs_is_named_in_the_answer_in_each_row_and_in_the_prov
     rows = timers.gathered(gpu, measured, made_by(gpu, *chain, columns=counters.COLUMNS, **elsewhere))
     assert set(rows.loc[rows["claim"] == "states by DRAM bytes", "kvnb"]) == {kvnb}
     assert set(rows.loc[rows["claim"] != "states by DRAM bytes", "kvnb"]) == {""}
-    assert ("kvnb" in timers.shown(rows, "states by DRAM bytes")) == bool(kvnb)
-    assert "kvnb" not in timers.shown(rows, "nvbench") and "kvnb" not in timers.shown(rows, "noise floor")
+    tables = {claim: timers.shown(rows, claim) for claim in ("states by DRAM bytes", "nvbench", "noise floor")}
+    captions = {claim: table.attrs.get("caption", "") for claim, table in tables.items()}
+    assert captions == {"states by DRAM bytes": kvnb and f"kvnb {kvnb}", "nvbench": "", "noise floor": ""}
+    assert not any("kvnb" in table for table in tables.values())
+    mixed = rows.assign(claim="nvbench", kvnb=["0123abc", *rows["kvnb"][1:]])
+    assert timers.shown(mixed, "nvbench")["kvnb"].iloc[0] == "0123abc"
     told = timers.origins(gpu, measured, counted)
     assert told == "The run is of kvnb 0123abc" + (said and f"; the counters{said}") + "."
-    made = timers.provenance(gpu, measured, counted)
-    assert made["for"].tolist() == ["the run", "the profiler, waits and nvbench", "the counters"]
-    assert made["kvnb_commit"].tolist() == ["0123abc", "0123abc", elsewhere.get("kvnb_commit", "0123abc")]
+    made = timers.provenance(gpu, measured, counted).set_index("what")
+    assert [*made] == ["the run", "the profiler, waits and nvbench", "the counters"]
+    assert made.loc["kvnb_commit"].tolist() == ["0123abc", "0123abc", elsewhere.get("kvnb_commit", "0123abc")]
 
 
 def test_what_was_never_measured_has_no_origin(gpu):
     measured, counted = (made_by(gpu, columns=columns) for columns in (witness.COLUMNS, counters.COLUMNS))
     assert timers.origins(gpu, measured, counted) == "The run is of kvnb 0123abc."
-    assert timers.provenance(gpu, measured, counted)["for"].tolist() == ["the run"]
+    assert [*timers.provenance(gpu, measured, counted)] == ["what", "the run"]
     assert set(timers.gathered(gpu, measured, counted)["claim"]) == {"noise floor", "two processes"}
 
 
