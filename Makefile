@@ -58,7 +58,7 @@ help: ## list the verbs
 	@echo '            VENV= (use PYTHON as it is)  WHEELS=folder (with VENV=: wheels that PYTHON lacks)'
 
 report: set-up ## measure here, write reports/<run>/index.html with the verdicts
-	@$(RUNNER) -m kvnb report $(measuring) $(call option,RUN,run)
+	@exec $(RUNNER) -m kvnb report $(measuring) $(call option,RUN,run)
 
 test: set-up ## lint, layers, stripped notebooks, README, all tests (TESTS="-k name" picks some)
 	@$(RUNNER) -m kvnb.wheels check test
@@ -68,16 +68,16 @@ lab: set-up ## open the notebooks in JupyterLab
 	@$(RUNNER) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 measure: set-up ## measure only: data/local/<run>.parquet
-	@$(RUNNER) -m kvnb measure $(measuring) $(call option,RUN,run)
+	@exec $(RUNNER) -m kvnb measure $(measuring) $(call option,RUN,run)
 
 render: set-up ## render data/recorded/<gpu>/ into reports/<gpu>/ (GPU=h200: one of them)
-	@$(RUNNER) -m kvnb render $(call option,GPU,gpu)
+	@exec $(RUNNER) -m kvnb render $(call option,GPU,gpu)
 
 record: set-up ## measure a record of this GPU: data/recorded/<gpu>/<date>_<grid>_<commit>.parquet
-	@$(RUNNER) -m kvnb record $(measuring) $(call option,RUN,run)
+	@exec $(RUNNER) -m kvnb record $(measuring) $(call option,RUN,run)
 
 compare: set-up ## how fast B's copies are against A's: A=run file B=run file
-	@$(if $(and $(filter A,$(GIVEN)),$(filter B,$(GIVEN))),,$(error make compare takes two run files: A=data/recorded/h200/older.parquet B=data/local/mine.parquet))$(RUNNER) -m kvnb compare "$$A" "$$B"
+	@$(if $(and $(filter A,$(GIVEN)),$(filter B,$(GIVEN))),,$(error make compare takes two run files: A=data/recorded/h200/older.parquet B=data/local/mine.parquet))exec $(RUNNER) -m kvnb compare "$$A" "$$B"
 
 readme: set-up ## splice the newest record's answer into README.md
 	@$(RUNNER) -m cogapp -r README.md

@@ -2,15 +2,19 @@
 
 import sys
 
+from kvnb.stopping import stoppable
+
 
 def main() -> None:
-    try:
-        from kvnb.cli import app
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] == "kvnb":
-            raise
-        sys.exit(f"{error}: `python -m kvnb.wheels check report` lists all that {sys.executable} lacks")
-    app()
+    """A signal ends each command with one line, and with the status that shells give it."""
+    with stoppable(ends=True):  # what the commands need is imported in it, too: that takes a while
+        try:
+            from kvnb.cli import app
+        except ModuleNotFoundError as error:
+            if error.name and error.name.split(".")[0] == "kvnb":
+                raise
+            sys.exit(f"{error}: `python -m kvnb.wheels check report` lists all that {sys.executable} lacks")
+        app()
 
 
 if __name__ == "__main__":

@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from kvnb.report.execute import Outcome
 
 
-class Commands(typer.core.TyperGroup):
-    """A signal ends each with one line, and with the status that shells give it."""
-
-    def invoke(self, ctx: typer.Context) -> object:
-        with stoppable():
-            return super().invoke(ctx)
-
-
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @contextmanager

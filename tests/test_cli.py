@@ -5,12 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
+from programs import python_path
 from typer.testing import CliRunner
 
 from kvnb import cli, copies, paths, stopping
+from kvnb.__main__ import main
 
 HEAVY = ("torch", "matplotlib", "seaborn", "scipy", "papermill", "nbconvert", "triton", "vllm", "pandas", "pyarrow")
 
@@ -66,15 +70,29 @@ def signals():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def ends(signals, monkeypatch, capsys):
+    """ends(words) -> (status, stderr) of the `kvnb` command, in this process."""
+
+    def ends(*words):
+        monkeypatch.setattr(sys, "argv", ["kvnb", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().err
+
+    return ends
+
+
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 @pytest.mark.parametrize("command", ["measure", "report"])
-def test_a_signal_is_one_line_and_the_status_that_shells_give_it(tmp_path, signals, command, number):
+def test_a_signal_is_one_line_and_the_status_that_shells_give_it(tmp_path, signals, ends, command, number):
     """At any moment: here, while a user's file is run."""
     mine = tmp_path / "mine.py"
     mine.write_text(f"import os, signal\nos.kill(os.getpid(), {number:d})\nsignal.pause()")
-    result = run(command, "--device", "cpu", "--copies-from", str(mine))
-    assert (result.exit_code, result.output) == (128 + number, f"\nkvnb: stopped by {number.name}\n")
-    assert {*map(signal.getsignal, signals)} == {signal.default_int_handler}
+    said = ends(command, "--device", "cpu", "--copies-from", str(mine))
+    assert said == (128 + number, f"\nkvnb: stopped by {number.name}\n")
+    after = {number: signal.SIG_IGN if number == SIGINT else signal.default_int_handler for number in signals}
+    assert {number: signal.getsignal(number) for number in signals} == after
 
 
 def test_a_signal_gives_the_process_its_status(tmp_path):
@@ -86,10 +104,44 @@ def test_a_signal_gives_the_process_its_status(tmp_path):
     assert (done.returncode, done.stderr) == (128 + SIGTERM, "\nkvnb: stopped by SIGTERM\n")
 
 
+SCRIPT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]["scripts"]["kvnb"]
+FROM, _, NAME = SCRIPT.partition(":")
+BEGUN = {"python -m kvnb": ["-m", "kvnb"], "kvnb": ["-c", f"import sys; from {FROM} import {NAME}; sys.exit({NAME}())"]}
+
+
+def early(folder: Path, number: int, first: str = "", begun: str = "kvnb", stderr=subprocess.PIPE) -> tuple[int, str]:
+    """(status, stderr) of a command that hears a signal while it imports typer, before which `first` is run."""
+    (folder / "typer.py").write_text(f"import os, signal\n{first}\nos.kill(os.getpid(), {number})\nsignal.pause()")
+    done = subprocess.run(
+        [sys.executable, *BEGUN[begun], "measure"],
+        env={**os.environ, "PYTHONPATH": python_path(folder, paths.ROOT), "PYTHONUNBUFFERED": ""},
+        stderr=stderr,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
+def test_a_signal_before_the_command_line_is_there_is_the_same_line(tmp_path, begun, number):
+    assert early(tmp_path, number, begun=begun) == (128 + number, f"\nkvnb: stopped by {number.name}\n")
+
+
+def test_one_more_ctrl_c_while_python_ends_says_no_more(tmp_path):
+    again = f"import atexit\natexit.register(os.kill, os.getpid(), {SIGINT:d})"
+    assert early(tmp_path, SIGINT, again) == (128 + SIGINT, "\nkvnb: stopped by SIGINT\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is not here")
+def test_a_signal_keeps_its_status_where_nothing_can_be_said(tmp_path):
+    with open("/dev/full", "w") as full:
+        assert early(tmp_path, SIGTERM, stderr=full)[0] == 128 + SIGTERM
+
+
 @pytest.mark.parametrize("command", ["measure", "report"])
-def test_a_signal_that_was_taken_for_an_error_stops_what_would_follow(
-    tmp_path_factory, signals, nothing_written, command
-):
+def test_a_signal_that_was_taken_for_an_error_stops_what_would_follow(tmp_path_factory, ends, nothing_written, command):
     """As pyarrow takes what ends numpy's import for numpy's absence."""
     mine = tmp_path_factory.mktemp("mine") / "mine.py"
     mine.write_text(
@@ -99,17 +151,17 @@ def test_a_signal_that_was_taken_for_an_error_stops_what_would_follow(
         "except BaseException:\n    pass\n"
         "def bind(inputs): ...\nregister(Copy('mine', 'yours', ('skip',), bind, ('cpu',)))"
     )
-    result = run(command, "--device", "cpu", "--copies", "mine", "--copies-from", str(mine))
+    said = ends(command, "--device", "cpu", "--copies", "mine", "--copies-from", str(mine))
     copies.REGISTRY.pop("mine")
-    assert (result.exit_code, result.output) == (143, "\nkvnb: stopped by SIGTERM\n")
+    assert said == (143, "\nkvnb: stopped by SIGTERM\n")
 
 
-def test_a_signal_that_is_ignored_as_by_nohup_stays_so(tmp_path, signals):
+def test_a_signal_that_is_ignored_as_by_nohup_stays_so(tmp_path, signals, ends):
     signal.signal(SIGHUP, signal.SIG_IGN)
     mine = tmp_path / "mine.py"
     mine.write_text(f"import os\nos.kill(os.getpid(), {SIGHUP:d})")
-    result = run("measure", "--device", "cpu", "--copies-from", str(mine))
-    assert (result.exit_code, "registers no copy" in result.output) == (2, True), result.output
+    status, said = ends("measure", "--device", "cpu", "--copies-from", str(mine))
+    assert (status, "registers no copy" in said) == (2, True), said
 
 
 @pytest.mark.parametrize("act", [(), (lambda: None,)], ids=["raises", "leaves it to the body"])
@@ -121,6 +173,55 @@ def test_a_signal_is_told_once_and_last_whatever_putting_away_raises(signals, ca
             print("the bar", file=sys.stderr)
             raise OSError("the terminal is gone")
     assert (end.value.code, capsys.readouterr().err) == (143, "the bar\n\nkvnb: stopped by SIGTERM\n")
+
+
+def ctrl_c_at(point: int, act, counted=lambda: True) -> int:
+    """Does act(), with a Ctrl-C at this line of those that it runs of stopping.py while they are counted; how many."""
+    lines = 0
+
+    def at(_frame, event, _arg):
+        nonlocal lines
+        if event == "line" and counted():
+            lines += 1
+            if lines == point:
+                os.kill(os.getpid(), SIGINT)
+        return at
+
+    signal.signal(SIGINT, signal.default_int_handler)
+    sys.settrace(lambda frame, *_: at if frame.f_code.co_filename == stopping.__file__ else None)
+    try:
+        act()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def test_ctrl_c_at_any_line_of_what_tells_a_signal_changes_nothing(signals, capsys):
+    sent = []
+
+    def stopped():
+        sent.clear()
+        with pytest.raises(SystemExit) as end, stopping.stoppable(ends=True), stopping.stoppable():
+            sent.append(SIGTERM)
+            os.kill(os.getpid(), SIGTERM)
+        assert (end.value.code, capsys.readouterr().err) == (143, "\nkvnb: stopped by SIGTERM\n")
+        assert signal.getsignal(SIGTERM) == signal.getsignal(SIGHUP) == signal.default_int_handler
+
+    lines = ctrl_c_at(0, stopped, lambda: sent and stopping._came)
+    assert lines > 10
+    for point in range(1, lines + 1):
+        ctrl_c_at(point, stopped, lambda: sent and stopping._came)
+
+
+def test_ctrl_c_at_any_line_of_what_puts_it_off_is_heard_and_leaves_all_as_it_was(signals):
+    def put_off():
+        with stopping.put_off():
+            pass
+
+    for point in range(1, ctrl_c_at(0, put_off) + 1):
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c_at(point, put_off)
+        assert {*map(signal.getsignal, signals)} == {signal.default_int_handler}, point
 
 
 @pytest.mark.parametrize("command", ["report", "render"])

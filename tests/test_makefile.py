@@ -2,10 +2,13 @@
 
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,13 @@ from kvnb import paths, wheels
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+KEPT = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+
+
 def make(*arguments, folder=paths.ROOT, **environment):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=kept | environment, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=folder, env=KEPT | environment, capture_output=True, text=True, check=False, timeout=60
     )
 
 
@@ -63,6 +68,36 @@ def test_values_reach_the_command_line_whole():
     assert '--grid "$GRID"' in recipe
     assert '--copies-from "$COPIES_FROM"' in recipe
     assert "--device" not in recipe
+
+
+HEARS = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+with open(sys.argv[1], "w") as told:
+    print(os.getppid(), file=told, flush=True)
+    print(signal.sigwait({signal.SIGTERM}).name, file=told)
+"""
+
+
+@pytest.mark.parametrize("verb", ["report", "measure", "render", "record", "compare"])
+def test_a_signal_to_make_reaches_what_runs(tmp_path, verb):
+    """It reaches make's own children only: no shell may be between."""
+    os.mkfifo(told := tmp_path / "told")
+    (tmp_path / "hears.py").write_text(HEARS)
+    python = f'[ "$2" = kvnb ] && exec {sys.executable} {tmp_path / "hears.py"} {told}; exec {sys.executable} "$@"'
+    words = ["make", verb, f"PYTHON={script(tmp_path / 'python', python)}", "VENV=", "A=a", "B=b"]
+    with open(os.open(told, os.O_RDONLY | os.O_NONBLOCK)) as heard:
+        process = subprocess.Popen(words, cwd=paths.ROOT, env=KEPT, stderr=subprocess.PIPE, process_group=0)
+        try:
+            assert select.select([heard], [], [], 60)[0], process.communicate()
+            assert int(heard.readline()) == process.pid
+            process.terminate()
+            os.set_blocking(heard.fileno(), True)
+            assert heard.read() == "SIGTERM\n"
+        finally:
+            with suppress(ProcessLookupError):  # where all of them have ended, as they should
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def test_variables_of_the_environment_do_not_count():

@@ -36,6 +36,7 @@ from kvnb import machine, paths
 from kvnb.bench import results
 from kvnb.copies.base import GPU_TIMERS
 from kvnb.problem.case import CASE_FIELDS, Case, grid, timings
+from kvnb.stopping import put_off
 
 WORKERS, ROUNDS = 3, 10  # of a run that asks for nothing else
 START = "spawn"  # how a worker begins: with allocations and a CUDA context of its own
@@ -205,7 +206,8 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
     workers: list[Worker] = []
     try:
         for number in range(settings.workers):
-            workers.append(Worker(number, settings, versions))
+            with put_off():  # a process that has begun is one that is stopped
+                workers.append(Worker(number, settings, versions))
         with _keeping(parts):
             about, *_ = [worker.greet() for worker in workers]
         first = next(iter(done.values()), about | {"run_id": uuid.uuid4().hex[:12]})
@@ -223,9 +225,11 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
                 rows = _once([row for worker in workers for row in worker.measure(number, case, bar)])
                 rows = [{**row, **common, "copy_version": versions[row["copy"]]} for row in rows]
                 results.write(rows, parts / f"{number:04d}.parquet")
-    finally:
         for worker in workers:
             worker.stop()
+    finally:
+        for worker in workers:
+            worker.stop(at_once=True)
 
 
 def _versions(settings: Settings) -> dict[str, str]:
@@ -335,16 +339,17 @@ class Worker:
 
     def _start(self) -> None:
         context = mp.get_context(START)
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
-        resource_tracker.ensure_running()  # now, as its own start would let Ctrl-C through again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process keeps: see _serve
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-        self._greeted, self._hung, self._step = False, False, "start"
+        with put_off():  # it would never hear what it is to do, and say so
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
+            resource_tracker.ensure_running()  # now, as its own start would let Ctrl-C through again
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process keeps: see _serve
+            try:
+                self._process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+            self._greeted, self._hung, self._step = False, False, "start"
 
     def greet(self) -> dict:
         """Wait until the process is ready; returns the machine columns that it found.
@@ -437,12 +442,15 @@ class Worker:
         self.stop()
         self._start()
 
-    def stop(self) -> None:
-        """End the process: it leaves when the pipe closes, and is killed if it does not, or is only starting."""
-        self._pipe.close()
-        self._process.join(STOP_SECONDS * self._greeted)
+    def stop(self, at_once: bool = False) -> None:
+        """End the process: it leaves when the pipe closes, and is killed if it does not, is only starting, or is to end
+        `at_once`."""
+        if self._greeted and not at_once:
+            self._pipe.close()
+            self._process.join(STOP_SECONDS)
         self._process.kill()
         self._process.join()
+        self._pipe.close()
 
 
 def _key(row: dict) -> tuple:

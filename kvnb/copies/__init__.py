@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvnb.copies import installed, kernels, limits, releases, torch_compile, torch_index, triton_copy
 from kvnb.copies.base import Copy
+from kvnb.stopping import answering
 
 __all__ = ["REGISTRY", "Copy", "load_from", "register"]
 
@@ -51,7 +52,8 @@ def load_from(path: str | Path) -> list[str]:
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # what ends Python itself, as os.abort() or a segfault, prints the file and its line
     try:
-        spec.loader.exec_module(module)
+        with answering():  # it may set what is not its own, as `signal.signal(SIGINT, SIG_DFL)` does
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         at = f", line {lines[-1]}" if lines else ""

@@ -124,6 +124,7 @@ def _run(name: str, target: Path, values: dict[str, object], scratch: Path) -> s
     """
     ThisPython.newest, ThisPython.late = None, threading.Event()
     limit = threading.Timer(TIME_LIMITS[name], ThisPython.end)
+    limit.daemon = True  # a second signal may come before it is cancelled
     limit.start()
     try:
         with stoppable(ThisPython.end):

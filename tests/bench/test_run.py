@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import multiprocessing
 import os
 import platform
 import select
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from kvnb.bench import run as runs
 from kvnb.bench.run import Settings, Worker, cells_of
 from kvnb.copies import REGISTRY
 from kvnb.problem.case import CASE_FIELDS, MIB, Case, grid
+from kvnb.stopping import ENDING, stoppable
 
 SMALL = Case(4, 2, 16, cache_bytes=MIB)
 SETTINGS = Settings("cpu", "quick", ["torch.index_put"], ["wall"], workers=1, rounds=2, copies_from=None)
@@ -193,6 +196,53 @@ def test_what_a_case_leaves_is_garbage_first_and_then_looked_through_no_more():
         assert not any(one is kept for one in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """What Ctrl-C raises in a notebook, and in a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_leaves_no_worker_and_waits_for_none(tmp_path, monkeypatch, ctrl_c):
+    """In a notebook, nothing else would end them while the exception, and with it their pipes, is kept."""
+    running = []
+
+    def write(*_):
+        running.extend(multiprocessing.active_children())
+        ctrl_c()
+
+    monkeypatch.setattr(results, "write", write)
+    monkeypatch.setattr(runs, "grid", lambda *_: [SMALL])
+    with pytest.raises(KeyboardInterrupt) as kept:
+        kvnb.measure(**ASKED | {"workers": 2}, path=tmp_path / "r.parquet")
+    assert multiprocessing.active_children() == [], kept
+    assert [worker.exitcode for worker in running] == [-signal.SIGKILL] * 2  # one that left by itself had 10 s to do so
+
+
+@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_signal_as_a_worker_begins_leaves_none_and_none_complains(tmp_path, monkeypatch, capfd, ctrl_c, nth, number):
+    """It comes when the system has begun the process, which waits to hear what it is to do."""
+    begun, spawn = [], util.spawnv_passfds
+    resource_tracker.ensure_running()  # it begins as they do
+
+    def spawned(*words):
+        begun.append(spawn(*words))
+        if len(begun) == nth:
+            os.kill(os.getpid(), number)
+        return begun[-1]
+
+    monkeypatch.setattr(util, "spawnv_passfds", spawned)
+    with pytest.raises(SystemExit) as end, stoppable():
+        kvnb.measure(**ASKED | {"workers": 3}, path=tmp_path / "r.parquet")
+    assert (end.value.code, len(begun), multiprocessing.active_children()) == (128 + number, nth, [])
+    for pid in begun:
+        with pytest.raises(ChildProcessError):  # it ended, and was waited for: none was lost
+            os.waitpid(pid, os.WNOHANG)
+    assert capfd.readouterr().err == f"\nkvnb: stopped by {number.name}\n"
 
 
 # -------------------------------------------------------------------------------------------------- killed and resumed
@@ -372,7 +422,7 @@ def test_a_run_of_another_machine_is_not_mixed_in(cut_off, column, monkeypatch, 
     other = OTHER.get(column, "another")
     results.save(samples.assign(**{column: other}), part)
     monkeypatch.setattr(Worker, "_start", lambda self: None)
-    monkeypatch.setattr(Worker, "stop", lambda self: None)
+    monkeypatch.setattr(Worker, "stop", lambda *_, **__: None)
     monkeypatch.setattr(Worker, "greet", lambda self: about)
     refused(cut_off, f"was measured with {column} {other!r}, this is .*: resume it there, choose another run name")
     assert capsys.readouterr().err == "", "nothing says that it runs"

@@ -32,6 +32,7 @@ from kvnb import paths
 from kvnb.bench import results
 from kvnb.bench import run as runs
 from kvnb.problem.case import CASE_FIELDS, MIB, Case
+from kvnb.stopping import stoppable
 
 SMALL = Case(4, 2, 16, cache_bytes=1 << 16)
 CASES = [SMALL, Case(4, 2, 16, cache_bytes=1 << 16, layout="packed"), Case(5, 2, 16, cache_bytes=1 << 16)]
@@ -39,7 +40,7 @@ ASKED = {"device": "cpu", "grid": "quick", "timers": "wall", "workers": 1, "roun
 ASKED |= {"copies": ["torch.index_copy"]}  # unsupported in the packed case
 CELL = (*CASE_FIELDS, "copy", *results.CELL_FIELDS)
 KILL_POINTS, WORKER_KILL_POINTS = 50, 10
-SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCHED = ("/kvnb/bench/run.py", "/kvnb/bench/results.py", "/kvnb/paths.py")
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, sys/prctl.h
 
@@ -90,7 +91,7 @@ def _outcome(pid: int, told: int) -> dict:
 
 
 def _carry_out(order: dict, tell: int) -> int:
-    """Measure as ordered, in a process and a group of its own; the exit code is 128 + SIGINT after a Ctrl-C."""
+    """Measure as ordered, as a command does: in a process and a group of its own."""
     import kvnb
 
     os.setpgid(0, 0)
@@ -111,9 +112,10 @@ def _carry_out(order: dict, tell: int) -> int:
     code, said = 0, {}
     sys.settrace(watch.enter)
     try:
-        kvnb.measure(**order["asked"])
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        with stoppable():
+            kvnb.measure(**order["asked"])
+    except SystemExit as end:
+        code = end.code
     except Exception as error:  # noqa: BLE001  the test that ordered it looks at it
         code, said = 1, {"error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(OSError):  # where there is no room for that, either
@@ -250,9 +252,9 @@ def test_a_run_that_a_signal_ends_anywhere_loses_no_finished_case(order, undistu
     cases_kept = []
     for number, point in enumerate(random_points):
         folder = tmp_path / str(number)
-        sent, whom = SIGNALS[number % 3], ("me", "all of us")[number // 3 % 2]
+        sent, whom = SIGNALS[number % 4], ("me", "all of us")[number // 4 % 2]
         cut = order(folder / "r.parquet", point=point, signal=sent, whom=whom)
-        assert cut["code"] == (128 + sent if sent == signal.SIGINT else -sent), (point, sent, whom, cut)
+        assert cut["code"] == (-sent if sent == signal.SIGKILL else 128 + sent), (point, sent, whom, cut)
         cases_kept.append(len(finished(folder / "r.parquet")))
         assert_goes_on(order, folder / "r.parquet", undisturbed)
     assert len(cases_kept) == KILL_POINTS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+from contextlib import nullcontext
 
 import pytest
 
@@ -241,6 +243,21 @@ def test_a_file_that_python_does_not_import_is_refused(own_file, name):
     path = own_file.rename(own_file.with_name(name))
     with pytest.raises(ValueError, match=rf"copies_from: {path} must be a Python file, with a name that ends in \.py"):
         copies.load_from(path)
+
+
+@pytest.mark.parametrize("left", ["", "raise OSError"])
+def test_a_file_that_sets_what_signals_do_leaves_a_run_that_hears_them(own_file, left):
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in ending]
+    sets = "".join(f"signal.signal({number:d}, signal.SIG_IGN)\n" for number in ending)
+    own_file.write_text(f"import signal\n{sets}{left}\n{OWN_COPY}")
+    try:
+        with pytest.raises(ValueError, match="OSError") if left else nullcontext():
+            copies.load_from(own_file)
+        assert [signal.getsignal(number) for number in ending] == before
+    finally:
+        for number, handler in zip(ending, before):
+            signal.signal(number, handler)
 
 
 def test_a_missing_file_is_refused(tmp_path):
