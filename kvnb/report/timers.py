@@ -25,7 +25,7 @@ CLAIMS = {
     "a wait per call": "`graph` against a loop that waits for the GPU after every call",
     "nvbench": "`call` cold against nvbench's cold measurement, which flushes by writing",
 }
-RUN, LIVE, COUNTED = "the run", "the profiler, waits and nvbench", "the counters"  # what tables are for
+LIVE, COUNTED = "the profiler, waits and nvbench", "the counters"  # what tables are for
 UNWRITTEN = "a flushed call left unwritten, by ncu"
 FEW, PAIR = "few sets: partly in L2", "with the event pair"
 INCLUDES = pd.DataFrame(
@@ -88,10 +88,10 @@ def origins(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> str:
     return "; ".join(told) + "."
 
 
-def provenance(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
-    """Where each part of the page was made: a column for each of RUN, LIVE and COUNTED that there is, a row (what) for
-    each of counters.PROVENANCE."""
-    parts = {RUN: run.samples, LIVE: measured, COUNTED: counted}
+def provenance(measured: pd.DataFrame, counted: pd.DataFrame) -> pd.DataFrame:
+    """Where what is no run was made: a column for each of LIVE and COUNTED that there is, a row (what) for each of
+    counters.PROVENANCE."""
+    parts = {LIVE: measured, COUNTED: counted}
     made = {name: part.iloc[0][[*counters.PROVENANCE]] for name, part in parts.items() if len(part)}
     return pd.DataFrame(made).astype(str).rename_axis("what").reset_index()
 
@@ -181,5 +181,6 @@ def counts(counted: pd.DataFrame) -> pd.DataFrame:
         "threads": calls["threads"], "occupancy, %": calls["occupancy"],
         "in flight, KB per SM": calls["in_flight"] / 1e3,
     }  # fmt: skip
-    text = {name: column.astype(float).map("{:,.4g}".format).replace("nan", "") for name, column in columns.items()}
+    form = {name: "{:,.0f}" if name in ("registers", "threads") else "{:.4g}" for name in columns}
+    text = {name: column.astype(float).map(form[name].format).replace("nan", "") for name, column in columns.items()}
     return calls[["copy", "case"]].assign(**text, why=calls["reason"]).astype(object).fillna("")

@@ -105,15 +105,15 @@ def test_what_is_not_the_runs_is_named_in_the_answer_in_each_row_and_in_the_prov
     assert timers.shown(mixed, "nvbench")["kvnb"].iloc[0] == "0123abc"
     told = timers.origins(gpu, measured, counted)
     assert told == "The run is of kvnb 0123abc" + (said and f"; the counters{said}") + "."
-    made = timers.provenance(gpu, measured, counted).set_index("what")
-    assert [*made] == ["the run", "the profiler, waits and nvbench", "the counters"]
-    assert made.loc["kvnb_commit"].tolist() == ["0123abc", "0123abc", elsewhere.get("kvnb_commit", "0123abc")]
+    made = timers.provenance(measured, counted).set_index("what")
+    assert [*made] == ["the profiler, waits and nvbench", "the counters"]
+    assert made.loc["kvnb_commit"].tolist() == ["0123abc", elsewhere.get("kvnb_commit", "0123abc")]
 
 
 def test_what_was_never_measured_has_no_origin(gpu):
     measured, counted = (made_by(gpu, columns=columns) for columns in (witness.COLUMNS, counters.COLUMNS))
     assert timers.origins(gpu, measured, counted) == "The run is of kvnb 0123abc."
-    assert [*timers.provenance(gpu, measured, counted)] == ["what", "the run"]
+    assert timers.provenance(measured, counted).empty
     assert set(timers.gathered(gpu, measured, counted)["claim"]) == {"noise floor", "two processes"}
 
 
@@ -153,10 +153,11 @@ def test_dram_bytes_are_shown_as_shares_of_what_is_read_and_what_is_written():
     half = case.bytes_moved / 2
     at = {"copy": "kvnb", "case": str(case), "timer": "call", "bytes_moved": case.bytes_moved, "seconds": 33.5e-6}
     counted = at | {"dram_read": half, "dram_written": half / 4, "l2": 3 * half, "registers": 32, "in_flight": 20_480.0}
+    counted |= {"threads": 2_097_152}
     rows = [counted | {"timer": "graph", "seconds": 1.0}, counted, {"reason": "no ncu"}]
     shown = timers.counts(pd.DataFrame(rows, columns=counters.COLUMNS))
     assert shown["why"].tolist() == ["", "no ncu"]  # a graph's counts are about states
     first = shown.iloc[0].to_dict()
     assert (first["DRAM read, %"], first["DRAM written, %"], first["time, us"]) == ("100", "25", "33.5")
     assert float(first["L2, MB"]) == pytest.approx(3 * half / 1e6, rel=1e-3)
-    assert (first["in flight, KB per SM"], first["registers"], first["threads"]) == ("20.48", "32", "")
+    assert (first["in flight, KB per SM"], first["registers"], first["threads"]) == ("20.48", "32", "2,097,152")
