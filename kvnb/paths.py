@@ -130,8 +130,13 @@ def private_folder(fits: Callable[[str], bool]) -> tempfile.TemporaryDirectory |
 
 def record(name: str, machine: dict) -> Path:
     """`data/recorded/<gpu>/<date>_<name>_<sha7>.parquet` of a machine as machine.describe has it."""
-    commit = machine["kvnb_commit"].removeprefix("tree-")[:7]
+    commit = short_commit(machine["kvnb_commit"])
     return RECORDED / gpu_folder(machine["gpu"]) / f"{machine['utc'][:10]}_{name}_{commit}.parquet"
+
+
+def short_commit(commit: str) -> str:
+    """Seven digits of a commit, or of the tree of files where there is no git (`tree-...`)."""
+    return commit.removeprefix("tree-")[:7]
 
 
 def gpu_folder(gpu: str) -> str:

@@ -243,7 +243,7 @@ def commands(run: Run, path: Path) -> list[tuple[str, str]]:
     if not path.is_relative_to(paths.RECORDED):
         return [*fetch, (f"make report {asked}", "measures, and draws this page")]
     code = "the code that measured, but for changes of its own:" if run.first["dirty"] else "the code that measured:"
-    checkout = [] if commit.startswith("tree-") else [(f"git checkout {commit[:7]}", code)]
+    checkout = [] if commit.startswith("tree-") else [(f"git checkout {paths.short_commit(commit)}", code)]
     draw = (f"make render GPU={path.parent.name}", "draws this page from the run file, without a GPU")
     return [draw, *checkout, *fetch, (f"make record {asked}", f"measures anew, on {run.machine}")]
 

@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 
 from kvnb.bench import stats
+from kvnb.paths import short_commit
 from kvnb.problem.case import CASE_FIELDS
 from kvnb.report import answers
 from kvnb.report.answers import OURS, Run
-from kvnb.report.words import short
 
 SHIPPED, DEPENDENT = "vllm==0.33.0", "kvnb.dependent"
 DEPENDENTLY = (DEPENDENT, "sglang")  # copies launched dependently
@@ -90,7 +90,7 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
     """
     runs, rows = list(runs), []
     for goal in GOALS:
-        found = [cells.assign(name=cells["name"] + f", {run.first['grid']} {short(run.first['kvnb_commit'])}")
+        found = [cells.assign(name=cells["name"] + f", {run.first['grid']} {short_commit(run.first['kvnb_commit'])}")
                  for run in runs if len(cells := _cells(goal, run))]  # fmt: skip
         row = {"goal": goal.name, "bound": "at most" if goal.most else "at least", "needed": goal.needed}
         lacking = {"cells": 0, "met": "not measured"}

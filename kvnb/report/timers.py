@@ -10,7 +10,6 @@ from kvnb import machine, paths
 from kvnb.bench import counters, results, stats, timing, witness
 from kvnb.bench.witness import ALIKE, COLUMNS, FROM, LEFT, LOOP, OF_CELLS, WITHIN
 from kvnb.report.answers import Run
-from kvnb.report.words import short
 
 CLAIMS = {
     "noise floor": f"a copy against itself, under another name, differs by at most {stats.WIDEST_SAME:.0%}",
@@ -71,13 +70,13 @@ def gathered(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> pd.Data
 def of(made: pd.DataFrame, run: Run) -> str:
     """The commit that a table of `seen` was made with, if with another or on another GPU than the run; else empty."""
     same = made.empty or all(made[name].iloc[0] == run.first[name] for name in ("kvnb_commit", "gpu_uuid"))
-    return "" if same else short(made["kvnb_commit"].iloc[0])
+    return "" if same else paths.short_commit(made["kvnb_commit"].iloc[0])
 
 
 def origins(run: Run, measured: pd.DataFrame, counted: pd.DataFrame) -> str:
     """Which kvnb and GPU the answer is of, in a sentence: the run's, then what is not the run's."""
     first = run.first
-    told = [f"The run is of kvnb {short(first['kvnb_commit'])}"]
+    told = [f"The run is of kvnb {paths.short_commit(first['kvnb_commit'])}"]
     for name, made in ((LIVE, measured), (COUNTED, counted)):
         if commit := of(made, run):
             at = made.iloc[0]

@@ -35,11 +35,6 @@ def duration(seconds: float) -> str:
     return f"{times(seconds * scale)} {unit}"
 
 
-def short(commit: str) -> str:
-    """A commit as the names of records have it: seven digits."""
-    return commit.removeprefix("tree-")[:7]
-
-
 def line_name(row: dict | pd.Series, layout: bool = False) -> str:
     """`8x128`, then what is not as in USUAL, then its layout."""
     value = f"/{row['value_head_size']}" if row["value_head_size"] != row["head_size"] else ""
