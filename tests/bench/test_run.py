@@ -199,7 +199,7 @@ def test_what_a_case_leaves_is_garbage_first_and_then_looked_through_no_more():
 
 
 @pytest.fixture
-def ctrl_c(monkeypatch):
+def ctrl_c():
     """What Ctrl-C raises in a notebook, and in a script."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: os.kill(os.getpid(), signal.SIGINT)
