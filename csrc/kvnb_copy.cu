@@ -42,8 +42,8 @@
 //   ld.global.cg                              2,048 tokens 4.1 us, 3.9; 128 heads x 128, 32 tokens 2.5 us, 2.1
 //   ld.global.L1::no_allocate, ld.global.nc   2,048 tokens 5.9 and 6.3 us, 3.9; no difference where the sources are cold
 //   prefetch of 128 or 256 bytes              slower or equal
-//   st.global.cs, st.global.L1::no_allocate   faster in a chain of writes, slower when the rows are read back after each
-//                                             write, as attention does: stores are plain
+//   st.global.cs, st.global.L1::no_allocate   faster in a chain of writes, 4,096 tokens 6.7 us, 7.2; slower when the rows
+//                                             are read back after each write, as attention does, 20.6 us, 19.2
 //   a branch on the slot, stores behind it    ptxas sinks the loads behind it too: 1 token 1.20 us, 1.09
 //   the token from blockIdx.x, a block a row  as fast as shifts, and only where a row fills whole blocks
 //   launch_dependents after the loads         where most put it. ptxas sinks it behind the wait for the slot: 1 token
@@ -58,6 +58,19 @@
 //                                             divisions, 2.02 with slots to stay in L2
 //   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4; but
 //   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
+//
+// Roads for copies beyond L2, which reach 93 to 94 % of limit.copy (8 heads x 128: 16,384 tokens 36.1 us, 33.9; 65,536
+// tokens 136.1 us, 127.8), with what was predicted before each ran:
+//   bulk copies (cp.async.bulk) in and out,   predicted 0.4 us slower at 1 token, within 1 % from 16,384 on, since the loss
+//   1 to 8 KB each, one to four warps         is DRAM's. 1 token 1.38 us, 1.06; 1,024 tokens 2.91 us, 2.56; 16,384 tokens
+//                                             36.2 us, 36.0; 128 heads, 4,096 tokens 136.2 us, 135.7
+//   bulk copies out only                      the same: 1 token 1.40 us; 16,384 tokens 36.2 us; 128 heads 135.4 us
+//   stores that leave L2 first (st.global.cs  predicted 1 % faster, as DRAM would get a row's lines together. They are 0.3
+//   or evict_first), or last                  to 0.9 % slower: 65,536 tokens 136.5 us, 136.1; last, 137.2 us
+//   sources that leave L2 first               predicted to make no difference. 16,384 tokens 37.0 us, 36.1
+//   half the threads on a multiprocessor      predicted 1 % slower. 16,384 tokens 36.2 us, 36.1; 65,536 139.1 us, 136.1; a
+//                                             quarter of them 157 us
+// What is lost is that rows are scattered: in slot order 65,536 tokens take 128.7 us.
 //
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>
