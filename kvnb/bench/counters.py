@@ -44,6 +44,7 @@ KERNEL = {
     "sm__warps_active.avg.per_cycle_active": "warps",
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy",
 }
+PASSES = "profiler__replayer_passes"
 DURATION, SECONDS = "gpu__time_duration.sum", {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6}
 COLUMNS = [
     *("copy", "case", "timer", "state", "kernel", *MEMORY.values(), *KERNEL.values(), "seconds"),
@@ -225,7 +226,7 @@ def _ncu(timer: str, *child: str) -> str:
     """What ncu and the child print."""
     options = "--csv --page raw --print-units base --clock-control none --profile-from-start off --cache-control "
     options += "none --graph-profiling graph" if timer == "graph" else "all"
-    metrics = ",".join([DURATION, *MEMORY, *(KERNEL if timer == "call" else ())])
+    metrics = ",".join([DURATION, PASSES, *MEMORY, *(KERNEL if timer == "call" else ())])
     command = ["ncu", *options.split(), "--metrics", metrics, sys.executable, "-m", "kvnb.bench.counters", "serve"]
     try:
         done = run([*command, *child], NCU_SECONDS)
@@ -255,13 +256,13 @@ def parse(told: str) -> list[dict]:
         raise NoCounters(f"ncu counted no {', '.join(sorted(missing))}")
     if unit[DURATION] not in SECONDS or {unit[metric] for metric in MEMORY} != {"byte"}:
         raise NoCounters(f"ncu printed {', '.join(f'{name} in {unit[name]}' for name in (DURATION, *MEMORY))}")
-    passes = max(map(int, re.findall(r"- (\d+) pass", told)), default=None)
     calls = int((re.findall(r"^calls (\d+)", told, re.MULTILINE) or [1])[0])
     kernels = []
     for row in rows:
         value = dict(zip(header, row))
         counts = {name: number(value[metric]) for metric, name in (MEMORY | KERNEL).items() if metric in value}
-        counts |= {"seconds": number(value[DURATION]) * SECONDS[unit[DURATION]], "passes": passes, "calls": calls}
+        seconds, passes = number(value[DURATION]) * SECONDS[unit[DURATION]], number(value.get(PASSES, ""))
+        counts |= {"seconds": seconds, "passes": passes, "calls": calls}
         kernels.append({"kernel": value.get("Kernel Name", ""), **counts})  # a graph may have none
     return kernels
 
