@@ -59,18 +59,22 @@
 //   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4; but
 //   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
 //
-// Roads for copies beyond L2, which reach 93 to 94 % of limit.copy (8 heads x 128: 16,384 tokens 36.1 us, 33.9; 65,536
-// tokens 136.1 us, 127.8), with what was predicted before each ran:
-//   bulk copies (cp.async.bulk) in and out,   predicted 0.4 us slower at 1 token, within 1 % from 16,384 on, since the loss
-//   1 to 8 KB each, one to four warps         is DRAM's. 1 token 1.38 us, 1.06; 1,024 tokens 2.91 us, 2.56; 16,384 tokens
-//                                             36.2 us, 36.0; 128 heads, 4,096 tokens 136.2 us, 135.7
-//   bulk copies out only                      the same: 1 token 1.40 us; 16,384 tokens 36.2 us; 128 heads 135.4 us
-//   stores that leave L2 first (st.global.cs  predicted 1 % faster, as DRAM would get a row's lines together. They are 0.3
-//   or evict_first), or last                  to 0.9 % slower: 65,536 tokens 136.5 us, 136.1; last, 137.2 us
-//   sources that leave L2 first               predicted to make no difference. 16,384 tokens 37.0 us, 36.1
-//   half the threads on a multiprocessor      predicted 1 % slower. 16,384 tokens 36.2 us, 36.1; 65,536 139.1 us, 136.1; a
-//                                             quarter of them 157 us
-// What is lost is that rows are scattered: in slot order 65,536 tokens take 128.7 us.
+// Roads for copies beyond L2. At 8 heads x 128 this file takes 36.1 us for 16,384 tokens, where limit.copy takes 33.9, and
+// 136.1 us for 65,536, where it takes 127.8: 93 to 94 %. Before these roads ran, not before those above, a prediction was
+// written down:
+//   bulk copies (cp.async.bulk) in and out,   predicted: 0.4 us slower at 1 token, within 1 % from 16,384 on, as what is lost
+//   1 to 8 KB each, one to four warps         is lost in DRAM. So it is: 1 token 1.38 us, 1.06; 1,024 tokens 2.91 us, 2.56;
+//                                             16,384 tokens 36.2 us, 36.0; 128 heads, 4,096 tokens 136.2 us, 135.7
+//   bulk copies out of shared memory only     predicted: as before. 1 token 1.40 us, 1.06; 16,384 tokens 36.2 us, 36.0; 128
+//                                             heads, 4,096 tokens 135.4 us, 135.7
+//   stores that leave L2 first (st.global.cs  predicted: 1 % faster, as DRAM would get a row's lines together. They are 0.3
+//   or evict_first)                           to 0.9 % slower: 65,536 tokens 136.5 us, 136.1
+//   stores that leave L2 last                 predicted: slower. 65,536 tokens 137.2 us, 136.1
+//   sources that leave L2 first               predicted: no difference. 16,384 tokens 37.0 us, 36.1
+//   half the threads on a multiprocessor      predicted: 1 % slower. 16,384 tokens 36.2 us, 36.1; 65,536 tokens 139.1 us,
+//                                             136.1, and 157 us with a quarter of them
+// What is lost is that blocks are scattered. In slot order, all rows in one long block, 65,536 tokens take 128.7 us; whole
+// blocks of 16 slots, in random order, take as long as single random rows.
 //
 // Origin: own design; K and V in one launch is also SGLang's (sgl-project/sglang#16273), which loads the slot first.
 #include <cuda_runtime.h>

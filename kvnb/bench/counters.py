@@ -245,7 +245,7 @@ def parse(told: str) -> list[dict]:
     passes, calls.
 
     The first line names columns, the second their units; ncu's own lines begin with ==, the child's says `calls N`.
-    Raises NoCounters where the table or a metric is missing, and for units that are not base units.
+    Raises NoCounters where the table, a metric or that line is missing, and for units that are not base units.
     """
     lines = list(csv.reader(line for line in told.splitlines() if line.startswith('"')))
     if len(lines) < 3:
@@ -256,13 +256,14 @@ def parse(told: str) -> list[dict]:
         raise NoCounters(f"ncu counted no {', '.join(sorted(missing))}")
     if unit[DURATION] not in SECONDS or {unit[metric] for metric in MEMORY} != {"byte"}:
         raise NoCounters(f"ncu printed {', '.join(f'{name} in {unit[name]}' for name in (DURATION, *MEMORY))}")
-    calls = int((re.findall(r"^calls (\d+)", told, re.MULTILINE) or [1])[0])
+    if not (calls := re.findall(r"^calls (\d+)", told, re.MULTILINE)):
+        raise NoCounters("the child did not say how many calls were counted")
     kernels = []
     for row in rows:
         value = dict(zip(header, row))
         counts = {name: number(value[metric]) for metric, name in (MEMORY | KERNEL).items() if metric in value}
         seconds, passes = number(value[DURATION]) * SECONDS[unit[DURATION]], number(value.get(PASSES, ""))
-        counts |= {"seconds": seconds, "passes": passes, "calls": calls}
+        counts |= {"seconds": seconds, "passes": passes, "calls": int(calls[0])}
         kernels.append({"kernel": value.get("Kernel Name", ""), **counts})  # a graph may have none
     return kernels
 

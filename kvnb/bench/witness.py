@@ -90,7 +90,8 @@ def processes(samples: pd.DataFrame) -> Iterator[dict]:
 
 
 def states(cells: pd.DataFrame, l2_bytes: int, pairs: pd.Series) -> Iterator[dict]:
-    """States by limit.copy's speed in a chain: bytes / time from one size to the next, which a launch's cost is not in.
+    """States by limit.copy's speed in a chain, at the two largest sizes that all states have: against DRAM, bytes over
+    time from one to the next, which a launch's cost is not in; against each other, at the larger, where both hold it.
 
     DRAM's speed is that of the largest copies, which no cache holds. And what write-back costs: a chain, cold, pays for
     it; a flushed call (less an event pair) leaves it to what follows, but holds a launch: it costs their difference, or
@@ -99,17 +100,23 @@ def states(cells: pd.DataFrame, l2_bytes: int, pairs: pd.Series) -> Iterator[dic
     chain = cells[cells["timer"] == "graph"]
     limits = chain[chain["copy"].str.startswith("limit.copy")]
     dram = 1e9 * limits.loc[limits["bytes_moved"] > 2 * l2_bytes, "gbps"].max()
-    small = limits[(limits["copy"] == "limit.copy") & (limits["bytes_moved"] <= 2 * l2_bytes / timing.RESIDENT_SHARE)]
     problem = [name for name in CASE_FIELDS if name not in ("num_tokens", "cache_bytes")]
-    small = small.sort_values("cache_bytes").drop_duplicates([*problem, "num_tokens", "state"])  # the usual cache
-    for _, line in small.groupby(problem):
-        ends = {state: at.sort_values("num_tokens").tail(2) for state, at in line.groupby("state") if len(at) > 1}
-        rise = {state: at[["bytes_moved", "seconds"]].diff().iloc[1] for state, at in ends.items()}
-        speed = {state: at["bytes_moved"] / at["seconds"] if at["seconds"] > 0 else nan for state, at in rise.items()}
-        for state, other, sense, bound in STATES_BY_SPEED if len(speed) == len(timing.STATES) else ():
-            where = {"case": f"{ends[state]['num_tokens'].iloc[0]} to {ends[state]['case'].iloc[1]}", "state": state}
-            yield row("states by speed", speed[state], speed.get(other, dram), sense, bound, unit="B/s", timer="graph",
-                      copy="limit.copy", detail=f"against {other}", **where)  # fmt: skip
+    usual = limits[limits["copy"] == "limit.copy"].sort_values("cache_bytes")  # the usual cache is the smallest
+    usual = usual.drop_duplicates([*problem, "num_tokens", "state"])
+    for _, line in usual.groupby(problem):
+        at = line.pivot_table(index=["num_tokens", "bytes_moved", "case"], columns="state", values="seconds")
+        at = at.reindex(columns=list(timing.STATES)).dropna().reset_index().tail(2)
+        if len(at) < 2:
+            continue
+        less, more = at.to_dict("records")
+        moved, place = more["bytes_moved"] - less["bytes_moved"], f"{less['num_tokens']} to {more['case']}"
+        for state, other, sense, bound in STATES_BY_SPEED:
+            rise = {name: more[name] - less[name] for name in timing.STATES}
+            case, ours, against = place, moved / rise[state] if rise[state] > 0 else nan, dram
+            if other != "DRAM":
+                case, ours, against = more["case"], *(more["bytes_moved"] / more[name] for name in (state, other))
+            yield row("states by speed", ours, against, sense, bound, unit="B/s", timer="graph", copy="limit.copy",
+                      case=case, state=state, detail=f"against {other}")  # fmt: skip
     cold = cells[(cells["state"] == "cold") & cells["copy"].isin(["kvnb", "limit.copy"])]
     times = cold.pivot_table(index=["case", "copy"], columns="timer", values="seconds")
     for (case, copy), at in times.reindex(columns=["graph", "call"]).query("graph >= @FROM").dropna().iterrows():

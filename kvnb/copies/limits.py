@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvnb.copies.base import Step
     from kvnb.problem.inputs import Inputs
 
-MOST_REGIONS = 4096  # regions that calls rotate over
+MOST_REGIONS = 4096  # regions that steps rotate over
 LIMIT_SOURCES = (*SOURCES, paths.CSRC / "capacity.h", paths.CSRC / "limits.cu")
 
 
@@ -46,15 +46,17 @@ def contiguous_bytes(rows: Tensor, written: int) -> Tensor:
 
 
 def _bind(inputs: Inputs, copy) -> Step:
-    """`copy(key_to, key_from, value_to, value_from)` on flat bytes; calls take regions in turn (a graph: its own)."""
+    """`copy(key_to, key_from, value_to, value_from)` on flat bytes. Steps take regions in turn, so that calls that
+    share a set of slots (state resident) share a region."""
     key_regions, value_regions = (cut.unbind() for cut in regions(inputs))
     written = inputs.case.written_tokens
     flat = {rows.data_ptr(): contiguous_bytes(rows, written) for rows in (*inputs.keys, *inputs.values)}
     number = count()
 
     def step(slot_mapping):
+        i = next(number) % len(key_regions)
+
         def write(key, value):
-            i = next(number) % len(key_regions)
             copy(key_regions[i], flat[key.data_ptr()], value_regions[i], flat[value.data_ptr()])
 
         return write

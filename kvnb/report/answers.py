@@ -22,6 +22,7 @@ from kvnb.problem.case import CASE_FIELDS, Case
 from kvnb.problem.models import MODELS
 from kvnb.problem.slots import POLICIES
 from kvnb.report.words import (
+    DEPENDENT,
     ISSUE,
     LABELS,
     OURS,
@@ -669,14 +670,41 @@ def release_sentences(run: Run) -> list[str]:
     return [text for *_, text in sorted(told, key=lambda row: row[:2])] + still
 
 
+def _by_problem(rows: pd.DataFrame, first: dict) -> list[dict]:
+    """A row per line of `rows`, which are of Run.speedups: `first`, the problem, and the speedup in each regime."""
+    told = []
+    for line, here in rows.groupby(LINE):
+        row = first | {"problem": line_name(dict(zip(LINE, line)), layout=True)}
+        told.append(row | {regime: speedup(cells) for regime, cells in here.groupby("regime")})
+    return told
+
+
 def op_and_cubin(run: Run) -> pd.DataFrame:
     """Where a run holds a release as its op and as its cubin: the op's speedup over the cubin, per line and regime."""
     rows = []
     for copy, timer in itertools.product(run.releases, (run.timer, "call")):
-        for line, here in run.speedups(copy, f"{copy}.cubin", timer).groupby(LINE):
-            row = {"release": copy, "timer": timer, "problem": line_name(dict(zip(LINE, line)), layout=True)}
-            rows.append(row | {regime: speedup(cells) for regime, cells in here.groupby("regime")})
+        rows += _by_problem(run.speedups(copy, f"{copy}.cubin", timer), {"release": copy, "timer": timer})
     return pd.DataFrame(rows, columns=["release", "timer", "problem", *REGIMES]).fillna("not measured")
+
+
+def peers_table(run: Run) -> pd.DataFrame:
+    """The speedup of both our kernels over the op of each installed package that the run holds, per line and regime."""
+    rows = []
+    for ours, peer in itertools.product((OURS, DEPENDENT), PEERS):
+        rows += _by_problem(run.speedups(ours, peer), {"speedup of": ours, "over": peer})
+    return pd.DataFrame(rows, columns=["speedup of", "over", "problem", *REGIMES]).fillna("not measured")
+
+
+def peers(run: Run) -> str:
+    """In how many cells each installed package's op beats our kernels, losses of ours first; empty without any."""
+    told = []
+    for ours, peer in itertools.product((OURS, DEPENDENT), PEERS):
+        if len(rows := run.speedups(peer, ours)):
+            won = rows[rows["verdict"] == "FASTER"].sort_values("speedup", kind="stable")
+            most = "".join(f", up to {interval(row)} times ({cell_name(row)})" for _, row in won.tail(1).iterrows())
+            told.append((won.empty, f"{peer} is faster than {ours} in {len(won)} of {count(len(rows), 'cell')}{most}"))
+    told = "; ".join(text for _, text in sorted(told, key=lambda item: item[0]))
+    return f"{run.about}: {told}." if told else ""
 
 
 def agreement(run: Run) -> str:

@@ -18,9 +18,9 @@ from kvnb.bench import stats
 from kvnb.paths import short_commit
 from kvnb.problem.case import CASE_FIELDS
 from kvnb.report import answers
-from kvnb.report.answers import OURS, Run
+from kvnb.report.answers import DEPENDENT, OURS, Run
 
-SHIPPED, DEPENDENT = "vllm==0.33.0", "kvnb.dependent"
+SHIPPED = "vllm==0.33.0"
 DEPENDENTLY = (DEPENDENT, "sglang")  # copies launched dependently
 PLAINLY, ANY, LIMIT = "any copy launched plainly", "any copy", "limit.copy"  # rivals that several copies can be
 PRODUCED = {"state": "produced", "dtype": "bfloat16", "padding": 0}

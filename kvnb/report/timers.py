@@ -113,7 +113,8 @@ def told(rows: pd.DataFrame) -> list[str]:
         broken = judged[~judged["holds"].astype(bool)]
         where = ["/".join(filter(None, (at.timer, at.state, at.copy, at.case))) for at in broken.itertuples()]
         not_in = f"; not in {', '.join(where[:4])}{f' and {len(where) - 4} more' * (len(where) > 4)}" if where else ""
-        holds = f"holds in {len(judged) - len(broken)} of {len(judged)}{not_in}{_watched(rows) * (claim == 'profiler')}"
+        beside = {"profiler": _watched, "two processes": _unjudged}.get(claim)
+        holds = f"holds in {len(judged) - len(broken)} of {len(judged)}{not_in}{beside(rows) if beside else ''}"
         said.append((not where, f"**{claim}**: {CLAIMS[claim]}: {holds}."))
     absent = [claim for claim in CLAIMS if claim not in set(rows["claim"])]
     said += [(True, f"**{claim}**: {CLAIMS[claim]}: not measured; on a GPU, this notebook does.") for claim in absent]
@@ -129,6 +130,15 @@ def _watched(rows: pd.DataFrame) -> str:
     """What the profiler's claim leaves out: whose calls take how much longer while it watches."""
     most = _long(rows).sort_values("difference").tail(1).to_dict("records")
     return "".join(f"; watching makes calls take up to {at['difference']:.1%} longer ({at['copy']})" for at in most)
+
+
+def _unjudged(rows: pd.DataFrame) -> str:
+    """What the claim of two processes leaves out: the timers whose medians need not agree, and how often they do."""
+    other = rows[(rows["claim"] == "two processes") & rows["holds"].isna()]
+    if other.empty:
+        return ""
+    least, most, names = other["ours"].min(), other["ours"].max(), sorted(other["timer"].unique())
+    return f"; not judged: {', '.join(f'`{name}`' for name in names)}, in {least:.0%} to {most:.0%} of cells"
 
 
 def shown(rows: pd.DataFrame, claim: str) -> pd.DataFrame:
@@ -171,15 +181,19 @@ def _read(at: dict) -> dict:
 
 
 def counts(counted: pd.DataFrame) -> pd.DataFrame:
-    """The calls in a table of counters as a notebook shows them; DRAM bytes as shares of those read, and written."""
+    """The calls in a table of counters as a notebook shows them; DRAM bytes as shares of those read, and written.
+
+    In flight is what an SM's active threads read in all, or what their registers hold if that is less: some loop.
+    """
     calls = counted[counted["timer"].isna() | (counted["timer"] == "call")]
-    whole = calls["bytes_moved"] / 2e2
+    whole, held = calls["bytes_moved"] / 2e2, calls["warps"] * 32 * calls["registers"] * 4
     columns = {
         "time, us": 1e6 * calls["seconds"], "DRAM read, %": calls["dram_read"] / whole,
         "DRAM written, %": calls["dram_written"] / whole, "L2, MB": calls["l2"] / 1e6, "registers": calls["registers"],
         "threads": calls["threads"], "occupancy, %": calls["occupancy"],
-        "in flight, KB per SM": calls["in_flight"] / 1e3,
+        "in flight, KB per SM": calls["in_flight"].clip(upper=held) / 1e3,
     }  # fmt: skip
     form = {name: "{:,.0f}" if name in ("registers", "threads") else "{:.4g}" for name in columns}
     text = {name: column.astype(float).map(form[name].format).replace("nan", "") for name, column in columns.items()}
-    return calls[["copy", "case"]].assign(**text, why=calls["reason"]).astype(object).fillna("")
+    told = calls[["copy", "case"]].assign(**text, why=calls["reason"]).astype(object).fillna("")
+    return told if told["why"].any() else told.drop(columns="why")

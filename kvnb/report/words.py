@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvnb.bench import stats
 
-OURS, ISSUE = "kvnb", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
+OURS, DEPENDENT, ISSUE = "kvnb", "kvnb.dependent", "torch.index_put"  # ISSUE: the spelling of vLLM issue #4698
 VLLM = "vLLM's 2024 design, rewritten"
 LABELS = {"vllm.scalar": f"vllm.scalar ({VLLM})", ISSUE: f"{ISSUE} (the issue's)"}
 USUAL = {"dtype": "bfloat16", "source": "contiguous", "slots": "random", "block_size": 16, "cache": ""}

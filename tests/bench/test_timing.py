@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvnb.bench import results, timing
 from kvnb.bench.timing import Cell, Graph, Plan, measure_case, plan
-from kvnb.copies import REGISTRY, Copy
+from kvnb.copies import REGISTRY, Copy, limits
 from kvnb.problem.case import MIB, Case
 
 HOST, EVENT, REPLAY, COLD = 2_000, 700, 9_000, 400_000  # ns: a launch, an event, a replay, a kernel on cold caches
@@ -579,6 +579,22 @@ def test_a_limit_that_copies_other_bytes_is_never_timed(timer):
     [row] = run.of(copies)
     assert (run.visited(copies), row["status"]) == ([], "wrong")
     assert row["reason"].startswith("limit.copy.nothing: no region of the key storage holds the last rows")
+
+
+@pytest.mark.parametrize("timer", ["graph", "call"])
+@pytest.mark.parametrize("state", timing.STATES)
+def test_a_limit_writes_to_as_many_places_as_a_copy_does(timer, state):
+    places = set()
+
+    def copy(key_to, key_from, value_to, value_from):
+        places.add(key_to.data_ptr())
+        key_to.copy_(key_from)
+        value_to.copy_(value_from)
+
+    seen = Copy("limit.copy.seen", "limit", ("skip",), lambda inputs: limits._bind(inputs, copy), ("cpu",))
+    run = Run(cell(seen, timer, state))
+    assert [row["status"] for row in run.rows] == ["ok"] * 9
+    assert len(places) - 1 == plan(CASE, timer, state, L2).rows, "and one for warming up"
 
 
 @pytest.mark.parametrize("timer", ["graph", "call"])

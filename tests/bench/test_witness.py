@@ -125,6 +125,19 @@ def test_speed_is_from_one_size_to_the_next_in_the_usual_cache():
                                   witness.from_run(samples).query("claim == 'states by speed'").reset_index(drop=True))
 
 
+def test_states_are_compared_at_sizes_that_all_of_them_have():
+    samples = chains(9e12, 6e12, 3.9e12)
+    larger = samples[(samples["state"] == "produced") & (samples["num_tokens"] == 1024)]
+    more = pd.concat([samples, larger.assign(num_tokens=2048, bytes_moved=2 * larger["bytes_moved"], seconds=2 * US)])
+    rows = witness.from_run(more).query("claim == 'states by speed'")
+    pd.testing.assert_frame_equal(rows, witness.from_run(samples).query("claim == 'states by speed'"))
+    [against] = rows[rows["detail"] == "against resident"].to_dict("records")
+    moved = Case(1024).bytes_moved
+    assert against["ours"] == pytest.approx(moved / (US + moved / 6e12))
+    assert against["witness"] == pytest.approx(moved / (US + moved / 9e12))
+    assert against["case"] == str(Case(1024))
+
+
 def test_what_a_run_does_not_hold_is_not_claimed():
     quick = run_of([("limit.copy", Case(n), "graph", "produced", n * US) for n in (256, 1024, 65536)])
     assert set(witness.from_run(quick)["claim"]) == {"two processes"}

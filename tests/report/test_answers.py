@@ -480,6 +480,23 @@ def test_op_and_cubin_of_a_release_are_compared(by_release, gpu):
     assert "not measured" in answers.agreement(gpu) and answers.op_and_cubin(gpu).empty
 
 
+def test_a_peer_that_beats_our_kernel_is_told_before_one_that_does_not(gpu):
+    samples = gpu.samples[gpu.samples["copy"].isin(["kvnb", "kvnb.again", "flashinfer"])]
+    slow, kvnb = samples["copy"] == "flashinfer", samples[samples["copy"] == "kvnb"]
+    samples = samples.assign(seconds=samples["seconds"].where(~slow, 4 * samples["seconds"]))
+    faster = kvnb.assign(copy="sglang", family="peer", seconds=kvnb["seconds"] / 1.5)
+    run = answers.Run(pd.concat([samples, faster], ignore_index=True))
+    first, second = answers.peers(run).split(": ", 1)[1].split("; ")
+    most = run.speedups("sglang", "kvnb").sort_values("speedup", kind="stable").iloc[-1]
+    cells = len(run.speedups("sglang", "kvnb"))
+    assert first.startswith(f"sglang is faster than kvnb in {cells} of {cells} cells, up to {most['speedup']:.2f} [")
+    assert most["speedup"] == pytest.approx(1.5, rel=1e-3)
+    assert second == f"flashinfer is faster than kvnb in 0 of {len(run.against('flashinfer'))} cells."
+    table = answers.peers_table(run).set_index(["over", "problem"])
+    assert table.loc[("sglang", "8x128 NHD"), "decode"].startswith("0.67 [0.67, 0.67] SLOWER")
+    assert answers.peers(answers.Run(samples[samples["copy"].str.startswith("kvnb")])) == ""
+
+
 def test_what_releases_cannot_do_is_listed(by_release):
     packed = "packed, slices of the fused projection"
     assert answers.release_failures(by_release).to_numpy().tolist() == [

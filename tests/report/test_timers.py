@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pandas as pd
 import pytest
 
@@ -35,6 +37,15 @@ def test_what_the_profilers_watching_costs_is_told_with_its_claim():
             row("watching", 9 * US, 5 * US, copy="b")]  # fmt: skip
     [text] = [text for text in timers.told(witness.table(rows)) if text.startswith("**profiler**")]
     assert text.endswith(": holds in 1 of 1; watching makes calls take up to 10.0% longer (a).")
+
+
+def test_timers_that_two_processes_are_not_judged_by_are_told_with_the_claim():
+    share = partial(row, "two processes", unit="share")
+    rows = [share(0.97, sense="at least", bound=0.95, difference=0.97, timer="graph"),
+            share(0.48, difference=0.48, timer="call", state="cold"), share(0.25, difference=0.25, timer="host"),
+            share(0.31, difference=0.31, timer="call", state="resident")]  # fmt: skip
+    [text] = [text for text in timers.told(witness.table(rows)) if text.startswith("**two processes**")]
+    assert text.endswith(": holds in 1 of 1; not judged: `call`, `host`, in 25% to 48% of cells.")
 
 
 def test_what_does_not_hold_is_told_first_and_named():
@@ -153,7 +164,7 @@ def test_dram_bytes_are_shown_as_shares_of_what_is_read_and_what_is_written():
     half = case.bytes_moved / 2
     at = {"copy": "kvnb", "case": str(case), "timer": "call", "bytes_moved": case.bytes_moved, "seconds": 33.5e-6}
     counted = at | {"dram_read": half, "dram_written": half / 4, "l2": 3 * half, "registers": 32, "in_flight": 20_480.0}
-    counted |= {"threads": 2_097_152}
+    counted |= {"threads": 2_097_152, "warps": 32}
     rows = [counted | {"timer": "graph", "seconds": 1.0}, counted, {"reason": "no ncu"}]
     shown = timers.counts(pd.DataFrame(rows, columns=counters.COLUMNS))
     assert shown["why"].tolist() == ["", "no ncu"]  # a graph's counts are about states
@@ -161,3 +172,5 @@ def test_dram_bytes_are_shown_as_shares_of_what_is_read_and_what_is_written():
     assert (first["DRAM read, %"], first["DRAM written, %"], first["time, us"]) == ("100", "25", "33.5")
     assert float(first["L2, MB"]) == pytest.approx(3 * half / 1e6, rel=1e-3)
     assert (first["in flight, KB per SM"], first["registers"], first["threads"]) == ("20.48", "32", "2,097,152")
+    loops = timers.counts(pd.DataFrame([counted | {"in_flight": 460_000.0}], columns=counters.COLUMNS))
+    assert loops["in flight, KB per SM"].tolist() == ["131.1"] and "why" not in loops  # 32 warps of 32 x 32 registers
