@@ -95,7 +95,7 @@ wheelhouse: python ## elsewhere: fetch what NEEDS=needs.txt lists into WHEELS=wh
 	@'$(PYTHON)' -m kvnb.wheels fetch '$(NEEDS)' '$(or $(WHEELS),wheelhouse)'
 
 clean: ## remove what make made here, .venv, build/ and caches; never data/ or reports/
-	$(if $(VENV),@if [ -e '$(VENV)/kvnb-made' ] || ls '$(VENV)'/kvnb-[0-9]* >/dev/null 2>&1; then rm -rf '$(VENV)'; fi)
+	$(if $(VENV),@if [ -e '$(VENV)/kvnb-made' ]; then echo 'rm -rf $(VENV)'; rm -rf '$(VENV)'; elif [ -e '$(VENV)' ]; then echo '$(VENV) stays: make did not make it'; fi)
 	rm -rf build/site-[0-9]* kvnb.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@rmdir build 2>/dev/null || true
 	find kvnb tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -112,9 +112,9 @@ ifeq ($(VENV),)
 endif
 
 ifneq ($(VENV),)
-# kvnb-made: this environment is ours, to fill and to remove, also when it was left half made.
+# kvnb-made, and nothing else: this environment is ours, to fill and to remove, also when it was left half made.
 $(READY): | python
-	@if [ -e '$(VENV)' ] && [ ! -e '$(VENV)/kvnb-made' ] && ! ls '$(VENV)'/kvnb-[0-9]* >/dev/null 2>&1; then \
+	@if [ -e '$(VENV)' ] && [ ! -e '$(VENV)/kvnb-made' ]; then \
 	  echo '$(VENV) is there, and make did not make it: use it as it is, make $(MAKECMDGOALS) PYTHON=$(VENV)/bin/python VENV=, or name another' >&2; exit 1; fi
 	@mkdir -p '$(VENV)' && touch '$(VENV)/kvnb-made'
 	'$(PYTHON)' -m venv '$(VENV)'

@@ -133,19 +133,27 @@ def cache_bytes(device: torch.device) -> int:
 
 @cache
 def source_state() -> tuple[str, bool | None]:
-    """(commit, dirty) of what is measured. Without git: tree-<hash of sources>, None; KVNB_COMMIT overrides."""
+    """(commit, dirty) of what is measured, dirty None where git cannot say. Without git: tree-<code()>, None;
+    KVNB_COMMIT overrides."""
     told = os.environ.get("KVNB_COMMIT")
     if told:
         return told, None
     head = _git("rev-parse", "HEAD")
-    if head is not None:
-        return head, bool(_git("status", "--porcelain", "--", "kvnb", "csrc"))
+    if head is None:
+        return f"tree-{code()}", None
+    changes = _git("status", "--porcelain", "--", "kvnb", "csrc")
+    return head, None if changes is None else bool(changes)
+
+
+def code() -> str:
+    """Ten hex digits over the sources of csrc/ and kvnb/, less those that only report: equal where measuring is."""
     digest = hashlib.sha256()
     for folder in (paths.ROOT / "kvnb", paths.CSRC):
         for path in sorted(folder.rglob("*")):
-            if path.suffix in (".py", ".cu", ".cpp", ".h"):
-                digest.update(path.relative_to(folder.parent).as_posix().encode() + path.read_bytes())
-    return f"tree-{digest.hexdigest()[:10]}", None
+            inner = path.relative_to(folder.parent)
+            if path.suffix in (".py", ".cu", ".cpp", ".h") and inner.parts[:2] != ("kvnb", "report"):
+                digest.update(inner.as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:10]
 
 
 def _git(*arguments: str) -> str | None:

@@ -123,21 +123,29 @@ def test_clean_removes_what_make_made_and_nothing_else(tree):
         (tree / name).touch()
     (tree / "reports" / "latest").symlink_to("mine")
     (tree / ".venv" / "data").symlink_to("../data")  # a link out of what is removed
-    assert make("clean", folder=tree).returncode == 0
+    done = make("clean", folder=tree)
+    assert done.returncode == 0
+    assert "rm -rf .venv\n" in done.stdout
     kept = {*NOT_MADE, "reports/latest"}
     folders = {str(parent) for name in (*kept, "tests/report/x") for parent in Path(name).parents} - {"."}
     assert lies_in(tree) == here | kept | folders
 
 
+@pytest.mark.parametrize("held", ["pyvenv.cfg", "kvnb-0.6.0.tar.gz", "kvnb-42"])
 @pytest.mark.parametrize("venv", [".venv", "data", "reports"])
-def test_clean_and_set_up_leave_an_environment_that_make_did_not_make(tree, venv):
+def test_clean_and_set_up_leave_an_environment_that_make_did_not_make(tree, venv, held):
+    """Whatever its files are called: only make's own mark, kvnb-made, counts."""
     (tree / venv / "bin").mkdir(parents=True)
     (tree / venv / "bin" / "python").touch()
-    assert make("clean", f"VENV={venv}", folder=tree).returncode == 0
-    done = make("set-up", f"VENV={venv}", folder=tree)
+    (tree / venv / held).touch()
+    done = make("clean", f"VENV={venv}", folder=tree)
+    assert done.returncode == 0
+    assert lies_in(tree / venv) == {"bin", "bin/python", held}
+    assert f"{venv} stays: make did not make it\n" in done.stdout
+    done = make("set-up", f"VENV={venv}", folder=tree, **OFFLINE)
     assert done.returncode == 2
     assert f"{venv} is there, and make did not make it: use it as it is, make set-up PYTHON={venv}/bin/" in done.stderr
-    assert lies_in(tree / venv) == {"bin", "bin/python"}
+    assert lies_in(tree / venv) == {"bin", "bin/python", held}
 
 
 def test_a_python_that_is_not_there_is_named():

@@ -4,9 +4,9 @@ Workers are separate processes with allocations of their own, alive side by side
 parent makes no CUDA context. A case's rows are written to `<run>.parts/` when every worker has had its turn; a killed
 run goes on from there, on the same machine. A worker that dies or hangs costs the cell it was at.
 
-The folder of parts holds `lock` and `owner` (who measures), `settings.json` (what was asked for), a file per finished
-case and, at the very end, `published`, which becomes the run file by a rename. All of it is written under a temporary
-name first, so that a kill at any moment leaves whole files only.
+The folder of parts holds `lock` and `owner` (who measures), `settings.json` (what was asked for, and machine.code), a
+file per finished case and, at the very end, `published`, which becomes the run file by a rename. All of it is written
+under a temporary name first, so that a kill at any moment leaves whole files only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import gc
 import json
 import multiprocessing as mp
 import os
+import re
 import signal
 import sys
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
@@ -54,7 +55,7 @@ UNWRITABLE += "finished cases stay"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run measures; a resumed run must ask for the same."""
+    """What a run measures, and the code that does; a resumed run must ask for the same."""
 
     device: str
     grid: str
@@ -63,6 +64,7 @@ class Settings:
     workers: int
     rounds: int
     copies_from: str | None
+    code: str = field(default_factory=machine.code)
 
     @property
     def text(self) -> str:
@@ -95,8 +97,9 @@ def measure(
             _begin(settings, parts)
             _measure_parts(settings, parts)
             _publish(parts, path)
-        for left in {*parts.iterdir()} - {parts / "lock"}:
-            with suppress(OSError):  # a finished run does not fail for what tidying up leaves
+        with suppress(OSError):  # a finished run does not fail for what tidying up leaves
+            asked = parts / "settings.json"
+            for left in [*{*parts.iterdir()} - {parts / "lock", asked}, asked]:  # never cases without settings
                 left.unlink()
     return path
 
@@ -115,29 +118,33 @@ def _claimed(path: Path) -> Iterator[Path]:
 
 
 def _goes_on(settings: Settings, parts: Path) -> bool:
-    """Whether the folder of parts holds a run that was begun. Raises ValueError where that asked for something else."""
+    """Whether the folder of parts holds a run that was begun. Raises ValueError where that asked for something else,
+    was measured with other code, or does not say what it asked for."""
     asked = parts / "settings.json"
     instead = "choose another run name, or delete that folder"
     try:
         text = asked.read_text()
     except FileNotFoundError:
+        if cases := len([*parts.glob("*.parquet")]):
+            told = f"{parts} holds {cases} finished cases and no settings.json"
+            raise ValueError(f"{told}: put it back, {instead}") from None
         return False
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{asked} cannot be read ({error}): mend it, {instead}") from error
-    if text != settings.text:
-        raise ValueError(f"{parts} holds a run that was cut off and asked for {text}; resume it with these, {instead}")
-    return True
+    if text in (replace(settings, code=code).text for code in re.findall(r'"code": "(\w+)"', text)):
+        if text != settings.text:
+            told = f"{parts} holds a run that was begun before kvnb/ or csrc/ was edited"
+            raise ValueError(f"{told}: undo that, {instead}")
+        return True
+    raise ValueError(f"{parts} holds a run that was cut off and asked for {text}; resume it with these, {instead}")
 
 
 def _begin(settings: Settings, parts: Path) -> None:
-    """Say in the folder of parts what is asked for, unless it says so already: parts beside no settings are what
-    tidying up left of an earlier run."""
+    """Say in the folder of parts what is asked for, unless it says so already."""
     if _goes_on(settings, parts):
         return
     asked = parts / "settings.json"
     try:
-        for left in parts.glob("*.parquet"):
-            left.unlink()
         with paths.whole(asked) as partial:
             partial.write_text(settings.text)
     except OSError as error:
@@ -204,10 +211,11 @@ def _measure_parts(settings: Settings, parts: Path) -> None:
     if len(done) == len(cases):
         return
     workers: list[Worker] = []
+    alike: dict = {"code": settings.code}
     try:
         for number in range(settings.workers):
             with put_off():  # a process that has begun is one that is stopped
-                workers.append(Worker(number, settings, versions))
+                workers.append(Worker(number, settings, versions, alike))
         with _keeping(parts):
             about, *_ = [worker.greet() for worker in workers]
         first = next(iter(done.values()), about | {"run_id": uuid.uuid4().hex[:12]})
@@ -331,10 +339,13 @@ def _keeping(parts: Path) -> Iterator[None]:
 
 
 class Worker:
-    """A process that measures, and this end of the pipe to it. One that died is replaced at once."""
+    """A process that measures, and this end of the pipe to it. One that died is replaced at once.
 
-    def __init__(self, number: int, settings: Settings, versions: dict[str, str]) -> None:
-        self.number, self.settings, self._versions = number, settings, versions
+    `alike`: what all processes of a run find the same; the first to say it fills it in.
+    """
+
+    def __init__(self, number: int, settings: Settings, versions: dict[str, str], alike: dict) -> None:
+        self.number, self.settings, self._versions, self._alike = number, settings, versions, alike
         self._start()
 
     def _start(self) -> None:
@@ -354,7 +365,7 @@ class Worker:
     def greet(self) -> dict:
         """Wait until the process is ready; returns the machine columns that it found.
 
-        Raises RunFileError where it has another version of a copy than the run.
+        Raises RunFileError where it has another version of a copy than the run, other code, or another machine.
         """
         if not self._greeted:
             hint = "; a script that calls kvnb.measure() does so under `if __name__ == '__main__':`"
@@ -367,11 +378,20 @@ class Worker:
                 raise RuntimeError(f"worker {self.number} died at its {self._step} ({self._death}){hint}") from None
             if kind == "failed":
                 raise RuntimeError(f"worker {self.number} could not start: {self.machine}")
-            if edited := [name for name, version in versions[0].items() if version != self._versions[name]]:
-                told = f"a source of {', '.join(edited)} was edited since the run began: undo that, or measure it as a "
-                raise results.RunFileError(f"{told}run of another name")
+            self._refuse_edits(*versions)
             self._greeted = True
         return self.machine
+
+    def _refuse_edits(self, versions: dict[str, str], code: str) -> None:
+        """Raise RunFileError where the process found other sources, packages or hardware than the run's first one."""
+        instead = "undo that, or measure it as a run of another name"
+        if edited := [name for name, version in versions.items() if version != self._versions[name]]:
+            raise results.RunFileError(f"a source of {', '.join(edited)} was edited since the run began: {instead}")
+        for name, found in {"code": code, **{name: self.machine[name] for name in SAME_WHEN_FINISHED}}.items():
+            first = self._alike.setdefault(name, found)
+            if found != first:
+                told = f"{name} was {first!r} when the run began and is {found!r} in worker {self.number}"
+                raise results.RunFileError(f"{told}: {instead}")
 
     def measure(self, number: int, case: Case, bar: tqdm) -> list[dict]:
         """Rows of a case. What kills the process or its device becomes error rows; the rest is tried anew.
@@ -484,11 +504,11 @@ def _serve(pipe, settings: Settings) -> None:
         versions = _versions(settings)
         device = torch.device(settings.device)
         bench = timing.Gpu(device) if device.type == "cuda" else timing.Cpu()
-        about = machine.describe(device)
+        about, code = machine.describe(device), machine.code()
     except Exception as error:  # noqa: BLE001  the parent raises it, with the worker's number
         tell("failed", f"{type(error).__name__}: {error}")
         return
-    tell("hello", about, versions)
+    tell("hello", about, versions, code)
     while True:
         try:
             case, seed, skip = pipe.recv()

@@ -6,9 +6,10 @@ that may be copied to another host; `vllm==0.4.2` is a copy from then on:
   op     the wheel's own op, where its library is built on torch's stable ABI and loads. Releases register one name, so
          a process can have one: the newest that its torch is recent enough for; its kernel is `vllm==X.cubin` too
 
-A mangled name says what a kernel takes (FAMILIES); an unknown one is an error, never a guess. From the source (csrc/
-cache_kernels.cu; csrc/libtorch_stable/cache_kernels.cu since 0.25): each launches min(heads * head size, 512) threads
-for each slot (before 0.6.6: for each row of key, of which there were as many); "auto" keeps the type, reads no scale.
+A mangled name says what a kernel takes (FAMILIES); an unknown one is an error, never a guess. From the source at tag vX
+(csrc/cache_kernels.cu; csrc/libtorch_stable/cache_kernels.cu since 0.25): each launches min(heads * head size, 512)
+threads for each slot (before 0.6.6: for each row of key, of which there were as many); "auto" keeps the type, reads no
+scale.
 
 cuobjdump finds the same code, but NVIDIA's packages of it (13.2 to 13.5) end at the sm_90 code that CUDA 12.1 and 12.4
 compiled (0.4.2, 0.6.6.post1: "Invalid ELF"). So fat binaries are walked here: a header of 64 bytes before each piece

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from functools import cache
+from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -413,20 +414,29 @@ def limits_table(run: Run) -> pd.DataFrame:
 
 
 def scattered(run: Run) -> str:
-    """What rows that are scattered cost: at random slots, in blocks of 16, against slot order in one long block.
+    """What rows that are scattered cost: at random slots, and in whole blocks in random order where a run has both,
+    against slot order in one long block.
 
-    These are two cases, so that the ratio of their times has no interval. Empty where a run has no rows in slot order.
+    These are different cases, so that the ratio of their times has no interval. Empty where a run has no rows in slot
+    order.
     """
     cells = run.cells().replace({"copy": {"limit.copy.memcpy": "limit.copy"}}).query("copy in [@OURS, 'limit.copy']")
     same = ["copy", "num_tokens", *(name for name in LINE if name not in ("slots", "block_size"))]
     cells = cells.sort_values("seconds", kind="stable")
+    usual = {name: USUAL[name] for name in ("slots", "block_size")}
     order = cells.query("slots == 'prefill' and block_size == num_tokens").drop_duplicates(same)
-    random = rows_of(cells, {name: USUAL[name] for name in ("slots", "block_size")}).drop_duplicates(same)
-    both = random.merge(order[[*same, "seconds"]], on=same, suffixes=("", "_in_order"))
-    both = both.sort_values(["num_tokens", "copy"])
-    told = [f"{row['copy']} {duration(row['seconds'])} against {duration(row['seconds_in_order'])}, "
-            f"{times(row['seconds'] / row['seconds_in_order'])} times as long ({cell_name(row)})"
-            for row in both.to_dict("records")]  # fmt: skip
+    blocks = rows_of(cells, usual | {"slots": "prefill"}).drop_duplicates(same)
+    rows = rows_of(cells, usual).drop_duplicates(same)
+    for other, suffix in ((order, "_in_order"), (blocks, "_in_blocks")):
+        how = "inner" if suffix == "_in_order" else "left"
+        rows = rows.merge(other[[*same, "seconds"]], how, on=same, suffixes=("", suffix))
+    told = []
+    for row in rows.sort_values(["num_tokens", "copy"]).to_dict("records"):
+        apart, ordered, within = row["seconds"], row["seconds_in_order"], row["seconds_in_blocks"]
+        less = f", {duration(within)} with whole blocks of {row['block_size']} in random order"
+        less = less if row["copy"] == OURS and not isnan(within) else ""
+        ratio = f"{times(apart / ordered)} times as long"
+        told.append(f"{row['copy']} {duration(apart)} against {duration(ordered)}, {ratio}{less} ({cell_name(row)})")
     return f"Rows at random slots against rows in slot order: {'; '.join(told)}." if told else ""
 
 

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -22,7 +23,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 import kvnb
-from kvnb import paths
+from kvnb import machine, paths
 from kvnb.bench import results
 from kvnb.bench import run as runs
 from kvnb.bench.run import Settings, Worker, cells_of
@@ -57,7 +58,7 @@ def no_process(monkeypatch):
 
 @contextmanager
 def worker(settings: Settings):
-    made = Worker(0, settings, runs._versions(settings))
+    made = Worker(0, settings, runs._versions(settings), {"code": settings.code})
     try:
         yield made
     finally:
@@ -156,6 +157,18 @@ def test_a_worker_outlives_ctrl_c_and_is_replaced_when_killed_while_others_measu
         one._pipe.close()  # as by a run that is stopped
         one._process.join(60)
         assert one._process.exitcode == 0, "it printed a traceback"
+
+
+@pytest.mark.parametrize("name", ["code", "torch", "threads"])
+def test_a_worker_that_finds_another_machine_or_code_than_the_run_began_with_ends_it(name):
+    with worker(SETTINGS) as one, tqdm(total=1, disable=True) as bar:
+        one.greet()
+        now, one._alike[name] = one._alike[name], "other"
+        one._process.kill()
+        one._process.join()
+        told = f"{name} was 'other' when the run began and is {now!r} in worker 0: undo that, or measure it as a run "
+        with pytest.raises(results.RunFileError, match=re.escape(told) + "of another name$"):
+            one.measure(0, SMALL, bar)
 
 
 def test_a_worker_that_dies_in_a_file_of_copies_names_it(tmp_path):
@@ -396,6 +409,13 @@ def test_a_run_that_asks_for_something_else_is_not_mixed_in(cut_off, no_process)
     refused(cut_off, f"(?s){asked}", rounds=2)
 
 
+def test_a_run_does_not_go_on_with_other_code(cut_off, no_process):
+    asked = cut_off.with_suffix(".parts") / "settings.json"
+    asked.write_text(asked.read_text().replace(machine.code(), "0123456789"))
+    refused(cut_off, r"r\.parts holds a run that was begun before kvnb/ or csrc/ was edited: undo that, choose another")
+    refused(cut_off, r'(?s)asked for .*"code": "0123456789"', rounds=2)
+
+
 @pytest.mark.parametrize("damage", ["a folder", "bytes that are no text"])
 def test_settings_that_cannot_be_read_are_named(cut_off, damage, no_process):
     asked = cut_off.with_suffix(".parts") / "settings.json"
@@ -560,6 +580,15 @@ def left_beside(finished, killed) -> Path:
 def test_what_a_kill_left_beside_a_finished_run_goes(left_beside, no_process):
     assert kvnb.measure(**ASKED, path=left_beside) == left_beside
     assert [left.name for left in left_beside.parent.iterdir()] == [left_beside.name]
+
+
+def test_tidying_up_takes_the_settings_last(left_beside, monkeypatch, no_process):
+    """Cases that lie beside no settings would be nobody's: what is left of them, should it be killed, is the run's."""
+    removed, unlink = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **how: removed.append(path.name) or unlink(path, **how))
+    kvnb.measure(**ASKED, path=left_beside)
+    ours = [name for name in removed if name.endswith((".parquet", ".json"))]
+    assert len(ours) > 1 and ours[-1] == "settings.json"
 
 
 def is_open(info: os.stat_result) -> bool:

@@ -405,15 +405,17 @@ def test_a_run_that_cannot_go_on_says_that_its_finished_cases_stay(order, undist
     assert_goes_on(order, path, undisturbed)
 
 
-def test_parts_that_tidying_up_left_are_no_parts_of_the_next_run(order, tmp_path):
-    """They were of a run file that is gone: here it was never published."""
+def test_finished_cases_without_settings_are_refused_and_kept(order, undisturbed, tmp_path):
     path = tmp_path / "run" / "r.parquet"
     assert order(path, full="published")["code"] == 1
-    (path.with_suffix(".parts") / "settings.json").unlink()
-    done = order(path, asked={"rounds": 2})
-    assert done["code"] == 0, done
-    timed = results.load(path).query("status == 'ok'")
-    assert {*timed.groupby([*CASE_FIELDS])["round"].nunique()} == {2}
+    settings = path.with_suffix(".parts") / "settings.json"
+    before = settings.read_text()
+    settings.unlink()
+    told = f"ValueError: {settings.parent} holds {len(CASES)} finished cases and no settings.json: put it back, choose "
+    assert order(path, asked={"rounds": 2})["error"].startswith(told)
+    assert len(finished(path)) == len(CASES)
+    settings.write_text(before)
+    assert_goes_on(order, path, undisturbed)
 
 
 def test_the_second_of_two_measures_into_one_run_is_refused_and_names_the_first(order, undisturbed, tmp_path):
