@@ -73,7 +73,7 @@ def find_runs(runs: str | Iterable[str | Path] = "newest", grid: str = "") -> li
     """
     if runs != "newest":
         return [Path(run) for run in runs]
-    local = [] if grid else sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.stat().st_mtime, reverse=True)
+    local = [] if grid else sorted(paths.LOCAL.glob("*.parquet"), key=lambda path: path.lstat().st_mtime, reverse=True)
     local = list(itertools.islice((path for path in local if results.first(path)["grid"] != "padding"), 1))
     if found := [*local, *recorded(*[grid] * bool(grid)).values()]:
         return found

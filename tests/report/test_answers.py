@@ -385,6 +385,9 @@ def test_newest_runs_are_found_and_none_is_an_error(tmp_path, monkeypatch, gpu):
     releases = results.save(gpu.samples, tmp_path / "recorded" / "h200" / "2026-11-30_releases_0123abc.parquet")
     assert answers.find_runs("newest", grid="releases") == [releases]
     assert answers.recorded()["h200"].name.startswith("2026-11-30_full")
+    (dangles := tmp_path / "local" / "x.parquet").symlink_to("nowhere")
+    with pytest.raises(results.RunFileError, match=f"{dangles} is not a complete run file .*rm {dangles}"):
+        answers.find_runs("newest")
 
 
 def test_a_larger_cache_is_another_line(gpu):
