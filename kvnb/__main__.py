@@ -10,6 +10,9 @@ def main() -> None:
     with stoppable(ends=True):  # what the commands need is imported in it, too: that takes a while
         try:
             from kvnb.cli import app
+        except ValueError as error:  # of kvnb.paths: what the environment lacks
+            print(f"kvnb: {error}", file=sys.stderr)
+            sys.exit(2)
         except ModuleNotFoundError as error:
             if error.name and error.name.split(".")[0] == "kvnb":
                 raise

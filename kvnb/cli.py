@@ -36,6 +36,20 @@ def refusing() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def _say(*lines: object, result: Path | None = None) -> None:
+    """Print to stdout, the one place that does. Where that cannot be, it is said, and where `result` is, with exit
+    code 1; of a closed pipe, nothing is: typer ends the command then."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python, as it ends, writes it again
+        there = f"; {result} is written" if result else ""
+        print(f"kvnb: stdout cannot be written ({error}){there}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
 @contextmanager
 def _leaving_out(what: str) -> Iterator[None]:
     """Around what a report can do without: a ValueError is said, and costs no report."""
@@ -95,16 +109,20 @@ def _execute(name: str, values: dict, folder: Path) -> Outcome:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Around what writes a report's folder: another process that does so is named, with exit code 2, and so is what
-    kernels lack; where there is no room, it is said, with exit code 1; signals leave no report that looks finished."""
+def _writing(folder: Path, *files: str) -> Iterator[None]:
+    """Around what writes a report's folder, `files` beside its pages: an earlier report goes. Before it does, another
+    process that writes there is named, with exit code 2, and so is what kernels or pages lack; where there is no room,
+    it is said, with exit code 1; signals leave no report that looks finished."""
+    from kvnb.report import pages
     from kvnb.report.execute import private_folder
     from kvnb.report.files import claimed
 
     with stoppable(), ExitStack() as stack:
         with refusing(), private_folder():  # each notebook makes one: known before an earlier report goes
+            pages.ready()
             stack.enter_context(claimed(folder))
         try:
+            pages.clear(folder, *files)
             yield
         except OSError as error:
             if error.errno == errno.EPIPE or not _is_in(folder, error.filename):  # written to elsewhere
@@ -138,10 +156,12 @@ def report(values: dict) -> None:
         values["copies_from"] = _from_root(values["copies_from"])
     with _writing(folder := paths.REPORTS / name):
         print(f"kvnb: run {name}; its report goes to {_from_root(folder)}", file=sys.stderr)
-        _report(name, values, folder)
+        told = _report(name, values, folder)
+    _tell(*told)
 
 
-def _report(name: str, values: dict, folder: Path) -> None:
+def _report(name: str, values: dict, folder: Path) -> tuple:
+    """Write the report; what _tell takes."""
     from kvnb.report import answers, null_block, pages
 
     recorded, padded = _recorded(answers.load), _recorded(null_block.load, "padding")
@@ -158,7 +178,7 @@ def _report(name: str, values: dict, folder: Path) -> None:
     index = pages.report(folder, outcomes, runs, releases, padded)
     if not any(outcome.failure for outcome in outcomes):
         _lead_to(name)
-    _tell(index, outcomes, runs, padded)
+    return index, outcomes, runs, padded
 
 
 def _lead_to(name: str) -> None:
@@ -201,11 +221,13 @@ def render(gpu: Annotated[str | None, typer.Option(help="one folder of data/reco
             for path in (path for grid in GRIDS for path in recorded[name].parent.glob(f"????-??-??_{grid}_*.parquet")):
                 results.read(path)  # a damaged one is no reason to overwrite what was rendered of a sound one
     for name in [gpu] if gpu else recorded:
-        with _writing(folder := paths.REPORTS / name):
-            _render(name, recorded[name], folder)
+        with _writing(folder := paths.REPORTS / name, "latency.png"):
+            told = _render(name, recorded[name], folder)
+        _tell(*told)
 
 
-def _render(name: str, recorded: Path, folder: Path) -> None:
+def _render(name: str, recorded: Path, folder: Path) -> tuple:
+    """As _report."""
     from kvnb.report import answers, pages
 
     outcomes = [_execute("03_compare", {"runs": [_from_root(recorded)]}, folder)]
@@ -216,8 +238,7 @@ def _render(name: str, recorded: Path, folder: Path) -> None:
     alike = [*recorded.parent.glob(f"????-??-??_{recorded.stem.split('_')[1]}_*.parquet")]
     outcomes += [reserve, *_by_release(releases, folder), timers, *_two_runs(alike, [recorded], folder)]
     pages.figure(folder, recorded)
-    index = pages.report(folder, outcomes, [recorded], releases, padded)
-    _tell(index, outcomes, [recorded], padded)
+    return pages.report(folder, outcomes, [recorded], releases, padded), outcomes, [recorded], padded
 
 
 def _null_block(runs: list[Path], folder: Path, **values: object) -> tuple[Outcome, list[Path]]:
@@ -248,19 +269,22 @@ def _two_runs(files: list[Path] | None, newest: list[Path], folder: Path) -> lis
 
 
 def _tell(index: Path, outcomes: list, runs: list[Path], padded: list[Path]) -> None:
-    """Print the verdicts, what failed, and where the report is. Exit code 1 where a notebook failed."""
+    """Say the verdicts, what failed, and where the report is. Exit code 1 where a notebook failed."""
     from kvnb.report import answers, null_block
 
+    lines = []
     for path in runs:
         run = answers.load(path)
         told = [] if paths.RECORDED in path.resolve().parents else answers.sentences(run)  # of this machine's run only
-        print("", answers.headline(run), *(f"  - {sentence}" for sentence in told), sep="\n")
+        lines += ["", answers.headline(run), *(f"  - {sentence}" for sentence in told)]
     for decision in null_block.decisions(padded):
-        print("", null_block.ASKED, *(f"  - {question}: {told}" for question, told in decision), sep="\n")
+        lines += ["", null_block.ASKED, *(f"  - {question}: {told}" for question, told in decision)]
     failed = [outcome for outcome in outcomes if outcome.failure]
-    for outcome in failed:
-        print(f"\n{outcome.name} failed:", *outcome.failure, sep="\n  ", file=sys.stderr)
-    print(f"\n{index}")
+    try:
+        _say(*lines, f"\n{index}", result=index)
+    finally:
+        for outcome in failed:
+            print(f"\n{outcome.name} failed:", *outcome.failure, sep="\n  ", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
 
@@ -292,7 +316,8 @@ def _measure(values: dict, path: Path | None = None) -> None:
     from kvnb.bench import run
 
     with stoppable(), refusing():
-        print(run.measure(**values, path=path))
+        path = run.measure(**values, path=path)
+    _say(path, result=path)
 
 
 @app.command()
@@ -304,7 +329,8 @@ def compare(
     from kvnb.report.compare import Comparison
 
     with refusing():
-        print(Comparison(a, b).told(), end="")
+        told = Comparison(a, b).told()
+    _say(told.removesuffix("\n"))
 
 
 @app.command()
@@ -317,9 +343,8 @@ def goals(gpu: Annotated[str, typer.Option(help="one folder of data/recorded")] 
         if not any(gpu in found for found in runs.values()):
             raise ValueError(f"gpu: {parameters.unknown(gpu, sorted(set().union(*runs.values())))}")
         loaded = [answers.load(found[gpu]) for found in runs.values() if gpu in found]
-    for grid, found in runs.items():
-        print(f"{grid}: {_from_root(found[gpu]) if gpu in found else 'not recorded'}")
-    print("", goals.told(goals.table(loaded)).to_string(index=False), sep="\n")
+    of = (f"{grid}: {_from_root(found[gpu]) if gpu in found else 'not recorded'}" for grid, found in runs.items())
+    _say(*of, "", goals.told(goals.table(loaded)).to_string(index=False))
 
 
 @app.command()
@@ -335,6 +360,6 @@ def releases(
         if arch and not versions and not wheel:
             raise ValueError("arch: goes with a version or a wheel; without any of these, what is cached is listed")
         for release in shipped.fetch(versions or [], arch, wheel) if versions or wheel else shipped.cached():
-            print(shipped.line(release))
+            _say(shipped.line(release))
     if not shipped.cached():
-        print(f"no release is cached in {shipped.FOLDER}; for one: kvnb releases 0.33.0 --arch sm_90")
+        _say(f"no release is cached in {shipped.FOLDER}; for one: kvnb releases 0.33.0 --arch sm_90")

@@ -22,8 +22,16 @@ LOCAL = DATA / "local"
 RECORDED = DATA / "recorded"
 REPORTS = ROOT / "reports"
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # where a temporary folder may lie, should TMPDIR not do
-CACHE = Path(os.environ.get("KVNB_CACHE") or user_cache_path("kvnb")).absolute()
-if os.environ.get("KVNB_CACHE"):  # said where a home cannot be written: other packages' caches go there too
+_given = os.environ.get("KVNB_CACHE")
+try:
+    CACHE = Path(_given or user_cache_path("kvnb")).absolute()
+    Path.home()
+except RuntimeError as error:  # the system knows no such user, as in a container with --user 12345
+    if not _given:
+        told = "this user has no home folder: name one, HOME=/some/folder, or a cache, KVNB_CACHE=/some/folder"
+        raise ValueError(told) from error
+    os.environ["HOME"] = str(CACHE / "home")  # Jupyter and matplotlib look into it, whatever else they are told
+if _given:  # said where a home cannot be written: other packages' caches go there too
     for _cache in ("TRITON_CACHE_DIR", "MPLCONFIGDIR", "IPYTHONDIR"):
         os.environ.setdefault(_cache, str(CACHE / _cache.lower()))
 

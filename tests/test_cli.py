@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import site
 import subprocess
 import sys
 import tomllib
@@ -239,6 +240,47 @@ def test_where_kernels_can_have_no_sockets_an_earlier_report_stays(tmp_path, mon
     told = f"kvnb: a kernel's sockets need a temporary folder .*, and {long} is not: set TMPDIR to one of .*\n"
     assert (result.exit_code, bool(re.fullmatch(told, result.output))) == (2, True), result.output
     assert [*paths.REPORTS.rglob("*.*")] == [index] and not [*long.iterdir()]
+
+
+def test_without_nbconverts_templates_an_earlier_report_stays_and_the_mend_is_told(tmp_path, monkeypatch):
+    """As where packages come from another prefix: it looks for them in this Python's, and in the user's folders."""
+    from jupyter_core import paths as looked_in
+
+    for name in ("ENV_JUPYTER_PATH", "SYSTEM_JUPYTER_PATH"):
+        monkeypatch.setattr(looked_in, name, [str(tmp_path / "prefix")])
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "user"))
+    monkeypatch.delenv("JUPYTER_PATH", raising=False)
+    for name in ("LOCAL", "REPORTS"):
+        monkeypatch.setattr(paths, name, tmp_path / name)
+    (index := paths.REPORTS / "mine" / "index.html").parent.mkdir(parents=True)
+    index.write_text("an earlier report's")
+    result = run("report", "--device", "cpu", "--run", "mine")
+    told = r"kvnb: nbconvert does not find its templates, .* JUPYTER_PATH=/.*/share/jupyter, .* install .*nbconvert\n"
+    assert (result.exit_code, bool(re.fullmatch(told, result.output))) == (2, True), result.output
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [index]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is not here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stdout_is_one_line(unbuffered):
+    """Also where Python would write it once more as it ends."""
+    given = {**os.environ, "PYTHONPATH": python_path(paths.ROOT), "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvnb", "releases"]
+        done = subprocess.run(command, env=given, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    told = "kvnb: stdout cannot be written ([Errno 28] No space left on device)\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_a_closed_stdout_is_no_news():
+    given = {**os.environ, "PYTHONPATH": python_path(paths.ROOT), "PYTHONUNBUFFERED": ""}
+    heard, closed = os.pipe()
+    os.close(heard)
+    command = [sys.executable, "-m", "kvnb", "releases"]
+    done = subprocess.run(command, env=given, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(closed)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_an_unknown_option_is_refused():

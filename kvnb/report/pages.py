@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+import jinja2
 import mistune
 import nbformat
 from nbconvert import HTMLExporter
 
 from kvnb import paths
 from kvnb.report import answers, explore, files, front, null_block, plots
-from kvnb.report.execute import ANSI, Outcome
+from kvnb.report.execute import ANSI, TIME_LIMITS, Outcome
 
 TABLE = re.compile(
     r'</?(table|thead|tbody|tr|th|td)>|<table (border="\d" )?class="dataframe">|<tr style="text-align: right;">'
@@ -39,11 +40,34 @@ FILTERS = {
 }
 
 
+def ready() -> None:
+    """Raise ValueError, naming the mend, where no notebook can become a page: ours builds on nbconvert's templates."""
+    try:
+        _body(nbformat.v4.new_notebook())
+    except (ValueError, jinja2.TemplateNotFound) as error:
+        raise ValueError(
+            "nbconvert does not find its templates, which lie in share/jupyter of the prefix that it was installed "
+            "into: name that folder, JUPYTER_PATH=/the/prefix/share/jupyter, or install it again: "
+            f"{sys.executable} -m pip install --force-reinstall --no-deps nbconvert"
+        ) from error
+
+
+def clear(folder: Path, *more: str) -> None:
+    """Remove what an earlier report wrote into `folder`, `more` with it; what else is there is somebody's own."""
+    made = (f"{name}.{kind}" for name in TIME_LIMITS for kind in ("html", "ipynb", "failed.ipynb"))
+    for file in ("index.html", "summary.md", "explore.html", *more, *made):
+        (folder / file).unlink(missing_ok=True)
+
+
+def _body(notebook: nbformat.NotebookNode) -> str:
+    exporter = HTMLExporter(template_name="kvnb", extra_template_basedirs=[str(files.TEMPLATES)], filters=FILTERS)
+    return exporter.from_notebook_node(notebook)[0]
+
+
 def page(outcome: Outcome, links: Iterable[tuple[str, str]]) -> Path:
     """Write `<name>.html` beside an executed notebook. `links`: (text, file) of the report's pages."""
-    exporter = HTMLExporter(template_name="kvnb", extra_template_basedirs=[str(files.TEMPLATES)], filters=FILTERS)
     notebook = nbformat.read(outcome.path, as_version=4)
-    body, _ = exporter.from_notebook_node(notebook)
+    body = _body(notebook)
     heading = re.search(r"^# +(.+)$", notebook.cells[0].source, re.MULTILINE)
     title = re.sub(r"[*_`]", "", heading[1]) if heading else outcome.name
     title += " (not finished)" * bool(outcome.failure)

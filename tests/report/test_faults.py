@@ -58,7 +58,7 @@ def test_what_stops_a_notebook_stops_no_other(small, monkeypatch):
     write_notebook("03_compare", "import threading\nthreading.Event().wait()")
     folder = paths.REPORTS / "mine"
     folder.mkdir()
-    for name in ("01_copies.ipynb", "03_compare.ipynb", "index.html"):
+    for name in ("01_copies.ipynb", "03_compare.ipynb", "07_runs.html", "07_runs.failed.ipynb", "index.html"):
         (folder / name).write_text("an earlier report's")
     done = report_mine()
     assert done.exit_code == 1, done.output
@@ -78,7 +78,7 @@ def test_what_stops_a_notebook_stops_no_other(small, monkeypatch):
     left = sorted(path.stem for path in folder.glob("*.ipynb"))
     assert left == ["01_copies.failed", "02_measure.failed", "03_compare.failed", "04_null_block"]
     assert "did not finish" not in (folder / "04_null_block.html").read_text()
-    assert not (paths.REPORTS / "latest").exists()
+    assert not (paths.REPORTS / "latest").exists() and not (folder / "07_runs.html").exists()
 
 
 # ------------------------------------------------------------------------------------------------------ side by side
@@ -194,6 +194,20 @@ def whole_report(said: Path) -> None:
     main()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is not here")
+@pytest.mark.parametrize("verb", ["report", "measure"])
+def test_a_full_stdout_is_no_full_folder_and_the_result_is_named(small, monkeypatch, capsys, verb):
+    (small / "notebooks").rename(small / "none")  # they fail at once, and the report is written
+    result = {"report": paths.REPORTS / "mine" / "index.html", "measure": paths.LOCAL / "mine.parquet"}[verb]
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as end:
+        monkeypatch.setattr(sys, "stdout", full)
+        cli.app([verb, *held("mine")])
+    said = capsys.readouterr().err
+    told = f"kvnb: stdout cannot be written ([Errno 28] No space left on device); {result} is written\n"
+    assert (end.value.code, said.count(told), result.is_file()) == (1, 1, True), said
+    assert "make room" not in said and said.count("01_copies failed:") == (verb == "report")
+
+
 def write_a_page(folder: Path, said: Path) -> None:
     """Where no file may be longer than 4 KiB: more fails to be written, as on a disk that is full."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -214,8 +228,11 @@ def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file_and_says_one_line(s
     fifo, said, folder = small / "fifo", small / "said", paths.REPORTS / "mine"
     os.mkfifo(fifo)
     folder.mkdir()
-    for name in ("index.html", "02_measure.ipynb"):
+    own = ["08_mine.html", "latency.png", "notes.md"]
+    for name in ("index.html", "summary.md", "explore.html", "02_measure.ipynb", "03_compare.html", "05_releases.html"):
         (folder / name).write_text("an earlier report's")
+    for name in own:
+        (folder / name).write_text("somebody's")
     write_notebook(
         "02_measure",
         "import json, os, threading\n"
@@ -239,8 +256,8 @@ def test_a_stopped_report_leaves_neither_a_kernel_nor_a_file_and_says_one_line(s
     assert stopped == [f"kvnb: stopped by {signal.Signals(number).name}"]
     assert not Path(profile).parent.exists() and not (paths.REPORTS / "latest").exists()
     left = sorted(path.name for path in folder.iterdir())
-    assert left == [".gitignore", "01_copies.ipynb", "02_measure.ipynb"]
-    assert (folder / "02_measure.ipynb").read_text() == "an earlier report's"
+    assert left == [".gitignore", "01_copies.ipynb", *own], "what looks like a report that ended"
+    assert {(folder / name).read_text() for name in own} == {"somebody's"}
 
 
 def stop_while_writing(folder: Path) -> None:

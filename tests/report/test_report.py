@@ -149,6 +149,7 @@ def test_rendering_the_record_twice_gives_the_same_bytes(place):
     assert sorted(first) == [*pages, "explore.html", "index.html", "latency.png", "summary.md"]
     timers = nbformat.read(paths.REPORTS / "h200" / "06_timers.ipynb", as_version=4).cells[-1].outputs[0]
     assert timers.data["text/plain"] == "('data/recorded/h200/2026-11-30_full_0123abc.parquet', 'no')"
+    (paths.REPORTS / "h200" / "07_runs.html").write_text("an earlier report's, which compared two runs")
     assert rendered() == first
     assert not (paths.REPORTS / "latest").exists()
 
