@@ -276,9 +276,11 @@ def test_a_run_that_is_killed_in_the_middle_of_a_write_leaves_whole_files_only(o
 
 def test_a_worker_that_is_killed_anywhere_costs_one_cell_and_not_the_run(order, undisturbed, tmp_path, record_property):
     wanted, died = {seen[:-1] for seen in visits(undisturbed.samples) if seen[-1] == "ok"}, 0
-    watched = ["/kvnb/bench/run.py:Worker."]  # it is idle, or not there, in other lines
+    busy = ("_start", "greet", "measure", "_try", "_receive")  # it is idle, or not there, in other lines
+    watched = [f"/kvnb/bench/run.py:Worker.{name}" for name in busy]
     lines = order(tmp_path / "r.parquet", watched=watched)["lines"]
-    for point in random.Random(7).sample(range(1, lines + 1), WORKER_KILL_POINTS):
+    chance, each = random.Random(7), lines // WORKER_KILL_POINTS  # one point in every part of a run
+    for point in (chance.randint(part * each + 1, (part + 1) * each) for part in range(WORKER_KILL_POINTS)):
         path = tmp_path / str(point) / "r.parquet"
         done = order(path, point=point, signal=signal.SIGKILL, whom="worker", watched=watched)
         if done["code"]:  # it had not begun, as where a script lacks its `if __name__`: the run goes on by name
