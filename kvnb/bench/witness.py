@@ -109,11 +109,12 @@ def states(cells: pd.DataFrame, l2_bytes: int, pairs: pd.Series) -> Iterator[dic
         if len(at) < 2:
             continue
         less, more = at.to_dict("records")
-        moved, place = more["bytes_moved"] - less["bytes_moved"], f"{less['num_tokens']} to {more['case']}"
+        moved = more["bytes_moved"] - less["bytes_moved"]
         for state, other, sense, bound in STATES_BY_SPEED:
-            rise = {name: more[name] - less[name] for name in timing.STATES}
-            case, ours, against = place, moved / rise[state] if rise[state] > 0 else nan, dram
-            if other != "DRAM":
+            if other == "DRAM":
+                case, rise = f"{less['num_tokens']} to {more['case']}", more[state] - less[state]
+                ours, against = moved / rise if rise > 0 else nan, dram
+            else:
                 case, ours, against = more["case"], *(more["bytes_moved"] / more[name] for name in (state, other))
             yield row("states by speed", ours, against, sense, bound, unit="B/s", timer="graph", copy="limit.copy",
                       case=case, state=state, detail=f"against {other}")  # fmt: skip
