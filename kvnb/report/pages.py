@@ -53,9 +53,10 @@ def ready() -> None:
 
 
 def clear(folder: Path, *more: str) -> None:
-    """Remove what an earlier report wrote into `folder`, `more` with it; what else is there is somebody's own."""
+    """Remove what an earlier report wrote into `folder`, `more` with it, but for index.html, which goes as the folder
+    is claimed; what else is there is somebody's own."""
     made = (f"{name}.{kind}" for name in TIME_LIMITS for kind in ("html", "ipynb", "failed.ipynb"))
-    for file in ("index.html", "summary.md", "explore.html", *more, *made):
+    for file in ("summary.md", "explore.html", *more, *made):
         (folder / file).unlink(missing_ok=True)
 
 
