@@ -6,10 +6,11 @@
 // slot_stride + head * head_stride, so NHD, HND and packed caches run the same code.
 //
 // What varies:
-//   fast_kernel      16-byte vectors, source heads in a row, K and V heads of one size, fewer than 2^31 slots
-//                    one pair per thread; four where the copy is more than the GPU holds threads and L2 holds it easily
-//   compact_kernel   of these, one pair per thread, rows, heads and blocks of powers of two, K and V with equal strides;
-//                    and then also with the source's heads apart
+//   pair_kernel      16-byte vectors, K and V heads of one size and with equal strides, fewer than 2^31 slots
+//                    CompactPlan: rows, heads and blocks of powers of two; ApartPlan: and the source's heads apart;
+//                    DividedPlan: of any size, the source's heads in a row
+//   fast_kernel      as the last, K and V with strides of their own, one pair of vectors per thread; or four, where the copy
+//                    is more than the GPU holds threads and L2 holds it easily
 //   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots.
@@ -17,10 +18,10 @@
 //
 // What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
 // stores, so the tuned kernels are arranged around the instructions before their loads: no branch, and every parameter that
-// the loads need in one 64-byte line of constants. (In the fast kernel ptxas still hoists a few constants of the next line
-// above the loads; see the last road.) The usual shapes are the compact kernel's: shifts instead of divisions, everything in
-// one line, and no bound where the pairs fill the last block. And that latency should be L2's: the slots are read again by
-// every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
+// the loads need in one 64-byte line of constants. The usual shapes are CompactPlan's: shifts instead of divisions,
+// everything in one line. Other sizes need a second line, which ptxas would fetch first, with every load waiting for it:
+// see behind(). No pair is bounded where pairs fill the last block. And that one latency should be L2's: the slots are read
+// again by every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
 // said, first the road's, then this file's at that time (it has become faster since):
@@ -34,8 +35,8 @@
 //                                             around 128 tokens only, 1.57 us, 1.61
 //   blocks of 128, launched dependently       1,024 tokens 2.08 us, 1.89; equal up to 16 tokens
 //   blocks of 64 and 512 threads              slower or equal
-//   the fast kernel for the compact one's     8 tokens 1.15 us, 1.08; 256 tokens 1.77 us, 1.73; launched dependently 1.17,
-//   shapes, with shifts                       1.13
+//   the fast kernel for CompactPlan's shapes, 8 tokens 1.15 us, 1.08; 256 tokens 1.77 us, 1.73; launched dependently 1.17,
+//   with shifts                               1.13
 //   a bound on pairs that fill the blocks     8 tokens 1.11 us, 1.08; 2,048 tokens 3.84 us, 3.79
 //   K and V in threads of their own           in one grid or K's blocks before V's: slower nearly everywhere, 65,536 tokens
 //                                             142 us and more, 136
@@ -51,17 +52,29 @@
 //                                             at 2,048 tokens, but nothing keeps it there in every compiler
 //   launch_dependents first at every size     the same copy again and again, all of it in L2: 256 tokens 2.0 us, 1.0; late
 //                                             costs 1.16 us, 1.12 with inputs just produced, 640 tokens 1.58 us, 1.44
+//   launch_dependents first from 13/20 to     1,536 tokens 3.04 us, 2.67; the same copy again and again 2.38 us, 2.53
+//   17/20 of a wave
 //   launch_dependents late at every size      1,024 tokens 1.98 us, 1.88; 2,048 tokens 3.34 us, 3.20
 //   dependent, four pairs from one wave on    2,304 tokens 5.8 us, 4.0; from one and a half: 3,072 tokens 5.6 us, 5.0
 //   plain, four pairs from 15/16 of a wave    2,048 tokens 3.96 us, 3.77
 //   the general kernel for heads apart        256 tokens of [heads, tokens, head size] 2.29 us, 1.73; 2.30 with 32-bit
 //                                             divisions, 2.02 with slots to stay in L2
-//   the stores' constants behind an index     no stall on them before the loads: 4,096 tokens 8.2 us, 8.4; but
-//   that the compiler cannot know             2,048 tokens 4.0 us, 3.9
+//
+// Roads for rows of other sizes, 8 heads x 80 and NHD unless said, times as above. Here too a prediction was written down
+// before each ran, and held where nothing else is said:
+//   the fast kernel                           32 tokens 1.27 us, 1.22; 256 tokens 1.63 us, 1.59; x 96, packed, 8 tokens
+//                                             1.17 us, 1.09
+//   the second line not kept behind a load    32 tokens 1.27 us, 1.22; predicted: 1.24
+//   a row as one, without heads and blocks,   32 tokens 1.23 us, 1.22; it serves NHD alone
+//   in one line of constants
+//   the fast kernel with its second line      predicted: as fast as this file. 32 tokens 1.26 us, 1.22; 12 heads x 128,
+//   kept behind a load                        1,280 tokens 4.2 us, 3.6, since it takes more than 32 registers
+//   four pairs a thread with the second line  predicted: no difference. 4,096 tokens 5.0 us, 4.8
+//   kept behind a load
 //
 // Roads for copies beyond L2. At 8 heads x 128 this file takes 36.1 us for 16,384 tokens, where limit.copy takes 33.9, and
-// 136.1 us for 65,536, where it takes 127.8: 93 to 94 %. Before these roads ran, not before those above, a prediction was
-// written down:
+// 136.1 us for 65,536, where it takes 127.8: 93 to 94 %. Before these roads ran, not before the first ones above, a
+// prediction was written down:
 //   bulk copies (cp.async.bulk) in and out,   predicted: 0.4 us slower at 1 token, within 1 % from 16,384 on, as what is lost
 //   1 to 8 KB each, one to four warps         is lost in DRAM. So it is: 1 token 1.38 us, 1.06; 1,024 tokens 2.91 us, 2.56;
 //                                             16,384 tokens 36.2 us, 36.0; 128 heads, 4,096 tokens 136.2 us, 135.7
@@ -82,6 +95,7 @@
 #include <cstddef>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 
 #include "capacity.h"
 #include "launch.h"
@@ -269,34 +283,94 @@ struct ApartPlan : CompactPlan {
   uint32_t source_head_stride;
 };
 
-__device__ __forceinline__ uint64_t from_token(const CompactPlan&, uint32_t within) { return within; }
-__device__ __forceinline__ uint64_t from_token(const ApartPlan& plan, uint32_t within) {
+// Rows, heads and blocks of any size, K and V with the same strides: divisions, and a second line for the stores.
+struct DividedPlan {
+  // for the loads
+  const void* slots;
+  const uint4* key_source;
+  int32_t value_source;  // vectors from key_source
+  uint32_t num_pairs;
+  uint32_t token_stride;  // of the source
+  Divisor pairs_per_token;
+  // for the stores
+  int32_t value_cache;  // vectors from key_cache
+  uint32_t num_slots;
+  uint4* key_cache;
+  CacheStrides strides;
+  Divisor pairs_per_head;
+  Divisor slots_per_block;
+};
+static_assert(offsetof(DividedPlan, key_cache) == 64 - 16, "see FastPlan");
+
+// A pair's token, and its place in that token's row.
+struct Place {
+  uint32_t token;
+  uint32_t within;
+};
+
+__device__ __forceinline__ uint32_t last_pair(const CompactPlan& plan, uint32_t threads) { return threads - 1 - plan.missing; }
+__device__ __forceinline__ uint32_t last_pair(const DividedPlan& plan, uint32_t) { return plan.num_pairs - 1; }
+
+__device__ __forceinline__ Place place_of(const CompactPlan& plan, uint32_t pair) {
+  const uint32_t token = pair >> plan.row_shift;
+  return {token, pair - (token << plan.row_shift)};
+}
+__device__ __forceinline__ Place place_of(const DividedPlan& plan, uint32_t pair) {
+  const uint32_t token = plan.pairs_per_token.quotient(pair);
+  return {token, pair - token * plan.pairs_per_token.divisor};
+}
+
+// Vectors from the source's row of a token, and from the cache, to a pair's K.
+template <typename Plan>
+__device__ __forceinline__ uint64_t in_source(const Plan&, uint32_t within) {
+  return within;
+}
+__device__ __forceinline__ uint64_t in_source(const ApartPlan& plan, uint32_t within) {
   const uint32_t head = within >> plan.head_shift;
   return uint64_t{head} * plan.source_head_stride + (within - (head << plan.head_shift));
 }
-
-template <typename Plan, typename Slot, bool kWholeBlocks, Launch kLaunch>
-__global__ void __launch_bounds__(kBlock<1, kLaunch>) compact_kernel(const __grid_constant__ Plan plan) {
-  begin<kLaunch>();
-  const uint32_t mine = blockIdx.x * kBlock<1, kLaunch> + threadIdx.x;
-  const uint32_t last = gridDim.x * kBlock<1, kLaunch> - 1 - plan.missing;
-  const uint32_t pair = kWholeBlocks ? mine : min(mine, last);
-  const uint32_t token = pair >> plan.row_shift;
-  const uint32_t within = pair - (token << plan.row_shift);
-  const Slot stored = load_to_stay(static_cast<const Slot*>(plan.slots) + token);
-  const uint4* from = plan.key_source + (uint64_t{token} * plan.token_stride + from_token(plan, within));
-  const uint4 key = load(from);
-  const uint4 value = load(from + plan.value_source);
-
-  const int64_t slot = slot_of(stored);
-  const uint32_t low = static_cast<uint32_t>(slot);  // the whole slot, where it is one
+__device__ __forceinline__ uint64_t in_cache(const CompactPlan& plan, uint32_t slot, uint32_t within) {
   const uint32_t head = within >> plan.head_shift;
   const uint32_t vector = within - (head << plan.head_shift);
-  uint4* to = plan.key_cache + ((uint64_t{low} << plan.slot_stride_shift) + ((head << plan.head_stride_shift) + vector) +
-                                uint64_t{low >> plan.block_shift} * plan.block_extra);
-  const bool written = (kWholeBlocks || mine <= last) && kvnb::is_written(slot, plan.num_slots);
+  return (uint64_t{slot} << plan.slot_stride_shift) + ((head << plan.head_stride_shift) + vector) +
+         uint64_t{slot >> plan.block_shift} * plan.block_extra;
+}
+__device__ __forceinline__ uint64_t in_cache(const DividedPlan& plan, uint32_t slot, uint32_t within) {
+  const uint32_t head = plan.pairs_per_head.quotient(within);
+  const uint32_t vector = within - head * plan.pairs_per_head.divisor;
+  return uint64_t{slot} * plan.strides.slot + (uint64_t{head} * plan.strides.head + vector) +
+         uint64_t{plan.slots_per_block.quotient(slot)} * plan.strides.block_extra;
+}
+
+// The plan, reached so that ptxas cannot fetch its second line before `address` is computed, where a load would wait for it:
+// behind an index, 0, as no address has its highest bit.
+template <typename Plan>
+__device__ __forceinline__ const Plan& behind(const void* address, const Plan& plan) {
+  uint32_t zero = static_cast<uint32_t>(reinterpret_cast<uint64_t>(address) >> 63);
+  asm volatile("" : "+r"(zero));
+  return (&plan)[zero];
+}
+__device__ __forceinline__ const CompactPlan& behind(const void*, const CompactPlan& plan) { return plan; }
+__device__ __forceinline__ const ApartPlan& behind(const void*, const ApartPlan& plan) { return plan; }
+
+template <typename Plan, typename Slot, bool kWholeBlocks, Launch kLaunch>
+__global__ void __launch_bounds__(kBlock<1, kLaunch>) pair_kernel(const __grid_constant__ Plan plan) {
+  begin<kLaunch>();
+  const uint32_t mine = blockIdx.x * kBlock<1, kLaunch> + threadIdx.x;
+  const uint32_t last = last_pair(plan, gridDim.x * kBlock<1, kLaunch>);
+  const auto [token, within] = place_of(plan, kWholeBlocks ? mine : min(mine, last));
+  const Slot stored = load_to_stay(static_cast<const Slot*>(plan.slots) + token);
+  const uint4* key_from = plan.key_source + (uint64_t{token} * plan.token_stride + in_source(plan, within));
+  const uint4* value_from = key_from + plan.value_source;
+  const uint4 key = load(key_from);
+  const uint4 value = load(value_from);
+
+  const Plan& late = behind(value_from, plan);
+  const int64_t slot = slot_of(stored);
+  uint4* to = late.key_cache + in_cache(late, static_cast<uint32_t>(slot), within);
+  const bool written = (kWholeBlocks || mine <= last) && kvnb::is_written(slot, late.num_slots);
   store_if(written, to, key);
-  store_if(written, to + plan.value_cache, value);
+  store_if(written, to + late.value_cache, value);
 }
 
 // Everything else: narrow vectors, heads of the source apart where the compact kernel cannot serve them, K and V heads of
@@ -391,12 +465,14 @@ CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
   return {vectors(rows.slot_stride), vectors(rows.block_stride - block_size * rows.slot_stride), vectors(rows.head_stride)};
 }
 
-// The next kernel launches late beside copies of 1/11 to 2/5 of a wave of threads. Let in first thing, copies of that size
-// that follow each other on data that L2 holds fall into step and take 1.9 to 2.1 us each, whatever their size.
+// The next kernel launches late beside copies of 1/15 to 2/5 of a wave of threads. Let in first thing, copies of that size
+// that follow each other on data that L2 holds can fall into step, and then take 1.9 to 2.1 us each, whatever their size.
+// And late beside 13/20 to 17/20 of a wave, where its blocks would take the place of this kernel's last ones.
 Launch launch_of(int64_t num_pairs, bool dependent) {
-  const int64_t wave = Capacity::of_gpu().threads;
   if (!dependent) return Launch::kPlain;
-  return num_pairs * 11 > wave && num_pairs * 5 <= wave * 2 ? Launch::kDependentLate : Launch::kDependent;
+  const double waves = static_cast<double>(num_pairs) / static_cast<double>(Capacity::of_gpu().threads);
+  const bool late = (waves > 1.0 / 15 && waves <= 0.4) || (waves > 0.65 && waves <= 0.85);
+  return late ? Launch::kDependentLate : Launch::kDependent;
 }
 
 // Four pairs a thread: a copy that would take more than one wave of threads with one pair each (launched dependently, where
@@ -416,38 +492,45 @@ cudaError_t launch_fast(const FastPlan& plan, cudaStream_t stream) {
 }
 
 template <typename Slot, Launch kLaunch, typename Plan>
-cudaError_t launch_compact(Plan plan, uint32_t num_pairs, cudaStream_t stream) {
+cudaError_t launch_pairs(Plan plan, uint32_t num_pairs, cudaStream_t stream) {
   constexpr uint32_t kThreadsEach = kBlock<1, kLaunch>;
-  plan.missing = (kThreadsEach - num_pairs % kThreadsEach) % kThreadsEach;
-  auto* kernel = plan.missing == 0 ? compact_kernel<Plan, Slot, true, kLaunch> : compact_kernel<Plan, Slot, false, kLaunch>;
+  const uint32_t missing = (kThreadsEach - num_pairs % kThreadsEach) % kThreadsEach;
+  if constexpr (std::is_base_of_v<CompactPlan, Plan>) plan.missing = missing;
+  auto* kernel = missing == 0 ? pair_kernel<Plan, Slot, true, kLaunch> : pair_kernel<Plan, Slot, false, kLaunch>;
   return launch<kLaunch>(kernel, plan, num_pairs, kThreadsEach, stream);
+}
+
+// The plan of a pair kernel that divides; nothing where K and V, which the fast kernel can serve, do not lie alike.
+std::optional<DividedPlan> divided(const FastPlan& plan, int64_t num_heads) {
+  const int64_t source_apart = plan.value_source - plan.key_source, cache_apart = plan.value_cache - plan.key_cache;
+  if (plan.key.slot != plan.value.slot || plan.key.block_extra != plan.value.block_extra ||
+      (num_heads > 1 && plan.key.head != plan.value.head) || plan.key_token_stride != plan.value_token_stride ||
+      source_apart != static_cast<int32_t>(source_apart) || cache_apart != static_cast<int32_t>(cache_apart))
+    return {};
+  return DividedPlan{plan.slots, plan.key_source, static_cast<int32_t>(source_apart), plan.num_threads,
+                     plan.key_token_stride, plan.threads_per_token, static_cast<int32_t>(cache_apart), plan.num_slots,
+                     plan.key_cache, plan.key, plan.pairs_per_head, plan.slots_per_block};
 }
 
 bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
 
 uint32_t log2_of(int64_t power) { return static_cast<uint32_t>(__builtin_ctzll(power)); }
 
-// The plan of a compact launch; nothing where the problem, which the fast kernel can serve, is not one.
-std::optional<CompactPlan> compact(const Problem& problem, const FastPlan& plan) {
-  const Rows& key = problem.key;
-  const int64_t heads_apart = problem.num_heads == 1 ? key.head_bytes : key.head_stride;
-  const int64_t source_apart = plan.value_source - plan.key_source, cache_apart = plan.value_cache - plan.key_cache;
-  for (int64_t number : {int64_t{plan.threads_per_token.divisor}, key.head_bytes, key.slot_stride, heads_apart,
-                         problem.block_size})
+// The same in one line; nothing where it does not fit.
+std::optional<CompactPlan> compact(const DividedPlan& plan, int64_t num_heads) {
+  const uint32_t heads_apart = num_heads == 1 ? plan.pairs_per_head.divisor : plan.strides.head;
+  for (uint32_t number : {plan.pairs_per_token.divisor, plan.pairs_per_head.divisor, plan.strides.slot, heads_apart,
+                          plan.slots_per_block.divisor})
     if (!is_power_of_two(number)) return {};
-  if (plan.key.slot != plan.value.slot || plan.key.block_extra != plan.value.block_extra ||
-      (problem.num_heads > 1 && plan.key.head != plan.value.head) || plan.key_token_stride != plan.value_token_stride ||
-      plan.key_token_stride >= 1 << 24 || source_apart != static_cast<int32_t>(source_apart) ||
-      cache_apart != static_cast<int32_t>(cache_apart) || problem.num_heads * heads_apart / 16 > UINT32_MAX)
-    return {};
-  CompactPlan one_line = {plan.slots, plan.key_source, plan.key_cache, static_cast<int32_t>(source_apart),
-                          static_cast<int32_t>(cache_apart), plan.num_slots, plan.key.block_extra};
-  one_line.token_stride = plan.key_token_stride;
-  one_line.row_shift = log2_of(plan.threads_per_token.divisor);
+  if (plan.token_stride >= 1 << 24 || num_heads * heads_apart > UINT32_MAX) return {};
+  CompactPlan one_line = {plan.slots, plan.key_source, plan.key_cache, plan.value_source, plan.value_cache, plan.num_slots,
+                          plan.strides.block_extra};
+  one_line.token_stride = plan.token_stride;
+  one_line.row_shift = log2_of(plan.pairs_per_token.divisor);
   one_line.head_shift = log2_of(plan.pairs_per_head.divisor);
-  one_line.slot_stride_shift = log2_of(key.slot_stride / 16);
-  one_line.head_stride_shift = log2_of(heads_apart / 16);
-  one_line.block_shift = log2_of(problem.block_size);
+  one_line.slot_stride_shift = log2_of(plan.strides.slot);
+  one_line.head_stride_shift = log2_of(heads_apart);
+  one_line.block_shift = log2_of(plan.slots_per_block.divisor);
   return one_line;
 }
 
@@ -455,11 +538,12 @@ std::optional<CompactPlan> compact(const Problem& problem, const FastPlan& plan)
 template <typename Slot, Launch kLaunch>
 std::optional<cudaError_t> launch_tuned(const Problem& problem, FastPlan plan, cudaStream_t stream) {
   const uint32_t num_pairs = plan.num_threads, pairs = plan.threads_per_token.divisor;
-  const auto one_line = compact(problem, plan);
+  const auto divisions = divided(plan, problem.num_heads);
+  const auto one_line = divisions ? compact(*divisions, problem.num_heads) : std::nullopt;
   if (!has_heads_in_a_row(problem.key) || !has_heads_in_a_row(problem.value)) {
     if (!one_line || problem.key.source_head_stride != problem.value.source_head_stride) return {};
     const ApartPlan apart = {*one_line, vectors(problem.key.source_head_stride)};
-    return launch_compact<Slot, kLaunch>(apart, num_pairs, stream);
+    return launch_pairs<Slot, kLaunch>(apart, num_pairs, stream);
   }
   if constexpr (kLaunch != Launch::kDependentLate)  // which has fewer
     if (four_pairs_each<kLaunch>(num_pairs, pairs)) {
@@ -467,7 +551,8 @@ std::optional<cudaError_t> launch_tuned(const Problem& problem, FastPlan plan, c
       plan.threads_per_token = Divisor(pairs / 4);
       return launch_fast<Slot, 4, kLaunch>(plan, stream);
     }
-  if (one_line) return launch_compact<Slot, kLaunch>(*one_line, num_pairs, stream);
+  if (one_line) return launch_pairs<Slot, kLaunch>(*one_line, num_pairs, stream);
+  if (divisions) return launch_pairs<Slot, kLaunch>(*divisions, num_pairs, stream);
   return launch_fast<Slot, 1, kLaunch>(plan, stream);
 }
 

@@ -103,13 +103,14 @@ class Kernel:
     """A kernel's machine code. The last argument of its template says how it is launched."""
 
     mangled: str
+    registers: int  # of a thread
     code: tuple[Instruction, ...]
 
     def places(self, *prefixes: str) -> list[int]:
         return [place for place, instruction in enumerate(self.code) if instruction.name.startswith(prefixes)]
 
-    def before_the_first_load(self, prefix: str) -> int:
-        return sum(place < self.places("LDG")[0] for place in self.places(prefix))
+    def before_the_first_load(self, *prefixes: str) -> int:
+        return sum(place < self.places("LDG")[0] for place in self.places(*prefixes))
 
     @property
     def launch(self) -> str:
@@ -127,12 +128,17 @@ class Kernel:
 def kernels(nvcc, tmp_path_factory) -> list[Kernel]:
     """Every kernel that kvnb_copy.cu makes for sm_90, its instructions in order."""
     nvdisasm, cubin = nvdisasm_of(nvcc), tmp_path_factory.mktemp("sass") / "kvnb_copy.cubin"
-    command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-o", cubin, paths.CSRC / "kvnb_copy.cu"]
-    subprocess.run(command, check=True)
+    options = ["-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-Xptxas=-v", "-o", cubin]
+    command = [nvcc, *options, paths.CSRC / "kvnb_copy.cu"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = dict(re.findall(r"Compiling entry function '(\w+)' for 'sm_90'[^']*Used (\d+) registers", told))
     text = subprocess.run([nvdisasm, "-c", cubin], check=True, capture_output=True, text=True).stdout
     one = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^,;]*),?([^;]*);"
     sections = (section.partition(":") for section in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:])
-    return [Kernel(name, tuple(Instruction(*parts) for parts in re.findall(one, body))) for name, _, body in sections]
+    return [
+        Kernel(name, int(registers[name]), tuple(Instruction(*parts) for parts in re.findall(one, body)))
+        for name, _, body in sections
+    ]
 
 
 @pytest.fixture
@@ -165,32 +171,40 @@ def test_slot_and_rows_cost_one_memory_latency(wide):
             assert not [i for i in between for register in brought if i.reads_register(register)], kernel
 
 
-def test_the_compact_kernel_shifts_where_the_fast_one_multiplies(kernels):
-    """The slot's address is one multiplication, the token another where a row is not a power of two."""
+def test_only_other_sizes_cost_a_multiplication_for_the_token(kernels):
+    """Beside the one of the slot's address, which all need."""
     multiplied = {
-        name: {kernel.before_the_first_load("IMAD.WIDE") for kernel in kernels if f"{name}_kernel" in kernel.mangled}
-        for name in ("fast", "compact")
+        name: {kernel.before_the_first_load("IMAD.WIDE") for kernel in kernels if name in kernel.mangled}
+        for name in ("fast_kernel", "CompactPlan", "ApartPlan", "DividedPlan")
     }
-    assert multiplied == {"fast": {2}, "compact": {1}}
+    assert multiplied == {"fast_kernel": {2}, "CompactPlan": {1}, "ApartPlan": {1}, "DividedPlan": {2}}
 
 
-def test_the_compact_kernel_reads_one_line_of_parameters(kernels):
+def test_the_pair_kernel_waits_for_one_line_of_parameters(kernels):
     """Parameters begin at 0x210; before them lie what every kernel reads: its stack, its grid, a descriptor.
 
-    Heads of the source that lie apart cost one constant of the next line.
+    Heads of the source that lie apart cost one constant of the next line; other sizes cost the stores a second line,
+    whose constants are fetched with an index, behind the last load.
     """
-    for kernel in [kernel for kernel in kernels if "compact_kernel" in kernel.mangled]:
+    for kernel in [kernel for kernel in kernels if "pair_kernel" in kernel.mangled]:
         read = {int(at, 16) for one in kernel.code for at in re.findall(r"c\[0x0\]\[(0x\w+)\]", one.reads)}
-        line = {at for at in read if 0x210 <= at < 0x240}
-        assert line == set(range(0x210, 0x240, 8)) | (read & set(range(0x214, 0x240, 8)))
-        assert {at for at in read if at >= 0x240} == ({0x240} if "ApartPlan" in kernel.mangled else set()), kernel
+        line, late = {at for at in read if at >= 0x210}, kernel.places("LDC")
+        if "DividedPlan" in kernel.mangled:
+            assert line <= set(range(0x210, 0x238, 4)), kernel
+            late = [place for place in late if re.search(r"\[R\d+\+0x2[3-7]\w\]", kernel.code[place].reads)]
+            assert len(late) >= 6, kernel
+            assert min(late) > max(kernel.places("LDG")), kernel
+            continue
+        assert not [place for place in late if re.search(r"\[R", kernel.code[place].reads)], kernel
+        assert line == set(range(0x210, 0x240, 8)) | (read & set(range(0x214, 0x244, 4))), kernel
+        assert {at for at in line if at >= 0x240} == ({0x240} if "ApartPlan" in kernel.mangled else set()), kernel
 
 
 def test_nothing_bounds_a_thread_where_pairs_fill_the_blocks(kernels):
     bounded = {}
     for kernel in kernels:
-        if found := re.search(r"compact_kernelI.*[jm]Lb([01])E", kernel.mangled):
-            bounded.setdefault(found[1], set()).add(bool(kernel.before_the_first_load("VIMNMX")))
+        if found := re.search(r"pair_kernelI.*[jm]Lb([01])E", kernel.mangled):
+            bounded.setdefault(found[1], set()).add(bool(kernel.before_the_first_load("VIMNMX", "ISETP")))
     assert bounded == {"0": {True}, "1": {False}}
 
 
@@ -219,9 +233,15 @@ def test_slots_are_loaded_to_stay_in_l2_where_a_thread_has_one_pair(kernels):
         assert (slot not in rows) == ("Li4E" not in kernel.mangled), kernel
 
 
+def test_a_multiprocessor_can_be_full_of_threads_that_move_one_pair(kernels):
+    """sm_90 has 65,536 registers for 2,048 threads."""
+    assert {kernel.registers > 32 for kernel in kernels if "Li4E" not in kernel.mangled} == {False}
+
+
 def test_no_kernel_spills_to_local_memory(kernels):
     names = [kernel.mangled for kernel in kernels]
     assert sum("fast_kernel" in name for name in names) == 2 * (3 + 2)  # int64 and int32 slots; late: one pair only
-    assert sum("CompactPlan" in name for name in names) == sum("ApartPlan" in name for name in names) == 2 * 2 * 3
+    for plan in ("CompactPlan", "ApartPlan", "DividedPlan"):
+        assert sum(plan in name for name in names) == 2 * 2 * 3, plan
     assert sum("general_kernel" in name for name in names) == 5 * 3  # vector widths, launches
     assert [kernel for kernel in kernels if kernel.places("LDL", "STL")] == []

@@ -23,9 +23,9 @@ from kvnb.bench.check import check
 from kvnb.copies import Copy
 from kvnb.problem.case import LAYOUTS, SLOT_PATTERNS, SOURCES, Case
 
-LINE = 48  # bytes of parameters that one line of constants holds, and the compact kernel has
-APART = 56  # and that it has where the source's heads lie apart
-FAST, GENERAL = 120, 192  # and the others have
+LINE = 48  # bytes of parameters that one line of constants holds, and CompactPlan has
+APART, DIVIDED = 56, 96  # ApartPlan, where the source's heads lie apart; DividedPlan, of other sizes
+FAST, GENERAL = 120, 192
 H200 = (270_336, 60 << 20)  # threads that it holds, and bytes in its L2
 LAUNCHES = {  # what the launch allows, what its threads ask for
     "plain": (0, b""),
@@ -162,8 +162,10 @@ def test_any_case_is_copied_bit_for_bit(library, case, slots_dtype, dependent):
         four = library.four and vectors >= 16 and vectors % 4 == 0 and not apart
         each = 4 if four else 1
         assert tokens * vectors // each <= threads <= tokens * vectors // each + 255
-        assert (plan == LINE) == (powers and not four and not apart)
-        assert (plan == APART) == (powers and apart)
+        if apart:
+            assert plan == (APART if powers else GENERAL)
+        else:
+            assert plan == (FAST if four else LINE if powers else DIVIDED)
 
 
 @pytest.mark.parametrize("apart", ["slots", "heads", "blocks", "tokens", "source heads", "one source's heads"])
@@ -200,13 +202,19 @@ def test_k_and_v_may_lie_differently(library, apart):
 @pytest.mark.parametrize(
     ("row", "tokens", "dependent", "launch", "kernel", "block"),
     [
-        (16, 24_576, True, "dependent", "compact", 256),  # 1/11 of a wave
-        (16, 24_577, True, "late", "compact", 256),
-        (16, 24_577, False, "plain", "compact", 128),
-        (48, 8_193, True, "late", "fast", 256),
-        (1, 24_577, True, "late", "general", 256),
+        (16, 18_022, True, "dependent", "compact", 256),  # 1/15 of a wave
+        (16, 18_023, True, "late", "compact", 256),
+        (16, 18_023, False, "plain", "compact", 128),
+        (48, 6_008, True, "late", "divided", 256),
+        (48, 6_007, True, "dependent", "divided", 256),
+        (48, 6_008, False, "plain", "divided", 128),
+        (1, 18_023, True, "late", "general", 256),
         (16, 108_134, True, "late", "compact", 256),  # 2/5
         (16, 108_135, True, "dependent", "compact", 256),
+        (16, 175_718, True, "dependent", "compact", 256),  # 13/20
+        (16, 175_719, True, "late", "compact", 256),
+        (16, 229_785, True, "late", "compact", 256),  # 17/20
+        (16, 229_786, True, "dependent", "compact", 256),
         (256, 16_896, False, "plain", "compact", 128),  # one wave
         (256, 16_897, False, "plain", "four", 128),
         (256, 16_897, True, "dependent", "compact", 256),
@@ -228,7 +236,7 @@ def test_how_much_is_copied_decides_how(library, row, tokens, dependent, launch,
     assert library.last_block() == block
     working = tokens * max(row // 16, 1) // (4 if kernel == "four" else 1)
     assert library.last_threads() == -(-working // block) * block
-    assert library.last_plan() == {"compact": LINE, "general": GENERAL}.get(kernel, FAST)
+    assert library.last_plan() == {"compact": LINE, "divided": DIVIDED, "general": GENERAL, "four": FAST}[kernel]
 
 
 GIB = 1 << 30

@@ -385,13 +385,14 @@ def test_the_current_stream_is_used(cuda_op):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [20, 250, 700, 3200])
-def test_each_launch_of_a_chain_sees_what_the_one_before_wrote(cuda_op, tokens):
+@pytest.mark.parametrize("block_size", [4, 10])  # shifts, divisions
+@pytest.mark.parametrize("tokens", [20, 240, 1000, 1500, 3200])
+def test_each_launch_of_a_chain_sees_what_the_one_before_wrote(cuda_op, tokens, block_size):
     """Back and forth between two caches: what a call writes are the rows that the next one reads, in another order.
 
     The number of tokens decides when a dependent launch lets the next one in, and how many pairs a thread has.
     """
-    block_size, heads, size, calls = 10, 8, 128, 200
+    heads, size, calls = 8, 128, 200
     order = torch.randperm(tokens, device="cuda")
     rows = torch.rand(2, tokens, heads, size, device="cuda").bfloat16()
     caches = torch.zeros(2, *rows.shape, dtype=rows.dtype, device="cuda")  # [which, K and V, slots, heads, size]
