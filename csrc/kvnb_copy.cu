@@ -501,10 +501,10 @@ cudaError_t launch_pairs(Plan plan, uint32_t num_pairs, cudaStream_t stream) {
 }
 
 // The plan of a pair kernel that divides; nothing where K and V, which the fast kernel can serve, do not lie alike.
-std::optional<DividedPlan> divided(const FastPlan& plan, int64_t num_heads) {
+std::optional<DividedPlan> divided(const FastPlan& plan) {
   const int64_t source_apart = plan.value_source - plan.key_source, cache_apart = plan.value_cache - plan.key_cache;
   if (plan.key.slot != plan.value.slot || plan.key.block_extra != plan.value.block_extra ||
-      (num_heads > 1 && plan.key.head != plan.value.head) || plan.key_token_stride != plan.value_token_stride ||
+      plan.key.head != plan.value.head || plan.key_token_stride != plan.value_token_stride ||
       source_apart != static_cast<int32_t>(source_apart) || cache_apart != static_cast<int32_t>(cache_apart))
     return {};
   return DividedPlan{plan.slots, plan.key_source, static_cast<int32_t>(source_apart), plan.num_threads,
@@ -518,18 +518,17 @@ uint32_t log2_of(int64_t power) { return static_cast<uint32_t>(__builtin_ctzll(p
 
 // The same in one line; nothing where it does not fit.
 std::optional<CompactPlan> compact(const DividedPlan& plan, int64_t num_heads) {
-  const uint32_t heads_apart = num_heads == 1 ? plan.pairs_per_head.divisor : plan.strides.head;
-  for (uint32_t number : {plan.pairs_per_token.divisor, plan.pairs_per_head.divisor, plan.strides.slot, heads_apart,
+  for (uint32_t number : {plan.pairs_per_token.divisor, plan.pairs_per_head.divisor, plan.strides.slot, plan.strides.head,
                           plan.slots_per_block.divisor})
     if (!is_power_of_two(number)) return {};
-  if (plan.token_stride >= 1 << 24 || num_heads * heads_apart > UINT32_MAX) return {};
+  if (plan.token_stride >= 1 << 24 || num_heads * plan.strides.head > UINT32_MAX) return {};
   CompactPlan one_line = {plan.slots, plan.key_source, plan.key_cache, plan.value_source, plan.value_cache, plan.num_slots,
                           plan.strides.block_extra};
   one_line.token_stride = plan.token_stride;
   one_line.row_shift = log2_of(plan.pairs_per_token.divisor);
   one_line.head_shift = log2_of(plan.pairs_per_head.divisor);
   one_line.slot_stride_shift = log2_of(plan.strides.slot);
-  one_line.head_stride_shift = log2_of(heads_apart);
+  one_line.head_stride_shift = log2_of(plan.strides.head);
   one_line.block_shift = log2_of(plan.slots_per_block.divisor);
   return one_line;
 }
@@ -538,7 +537,7 @@ std::optional<CompactPlan> compact(const DividedPlan& plan, int64_t num_heads) {
 template <typename Slot, Launch kLaunch>
 std::optional<cudaError_t> launch_tuned(const Problem& problem, FastPlan plan, cudaStream_t stream) {
   const uint32_t num_pairs = plan.num_threads, pairs = plan.threads_per_token.divisor;
-  const auto divisions = divided(plan, problem.num_heads);
+  const auto divisions = divided(plan);
   const auto one_line = divisions ? compact(*divisions, problem.num_heads) : std::nullopt;
   if (!has_heads_in_a_row(problem.key) || !has_heads_in_a_row(problem.value)) {
     if (!one_line || problem.key.source_head_stride != problem.value.source_head_stride) return {};

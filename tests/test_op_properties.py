@@ -228,8 +228,8 @@ def test_any_problem_is_copied_as_by_a_loop(device, record_property):
 
 def test_the_same_calls_reach_every_kernel(library):
     """On the CPU, where the library says which it launched, by how long its plan is."""
-    plans, names = Counter(), {host.LINE: "compact", host.DIVIDED: "divided", host.FAST: "fast", host.GENERAL: "general"}
-    names[host.APART] = names[host.LINE]
+    plans, names = Counter(), dict.fromkeys((host.LINE, host.APART), "compact")
+    names |= {host.DIVIDED: "divided", host.FAST: "fast", host.GENERAL: "general"}
 
     def copy_on_host(key, value, key_cache, value_cache, slot_mapping):
         sides = host.rows_of(key, key_cache), host.rows_of(value, value_cache)

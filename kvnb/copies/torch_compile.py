@@ -14,12 +14,10 @@ if TYPE_CHECKING:
     from kvnb.copies.base import Step
     from kvnb.problem.inputs import Inputs
 
-RECOMPILE_LIMIT = (
-    256  # one code object serves every row width and layout of a run; past the limit: an error, never eager
-)
 # Inductor writes two tilings of such a kernel, 8 and 2 elements a thread, and keeps the one that is faster in its own
 # timing of the first call, which can go either way (pointwise, torch/_inductor/runtime/triton_heuristics.py, v2.11.0).
-FIRST_TILING = {"triton.autotune_pointwise": False}
+# Kept on disk, one process's choice would be every worker's, and no interval would show that it is one of two.
+TILINGS = {"timed": {"autotune_local_cache": False}, "first": {"triton.autotune_pointwise": False}}
 # For that timing it clones the caches, which are changed, before every call; where memory has no room for clones,
 # it puts them back from the host (copy_args_to_cpu_if_needed, same file): minutes for a graph.
 LARGEST_CLONED = 16 * GIB
@@ -47,26 +45,26 @@ def _assign_to_view(key_cache, value_cache, slots, key, value):
     value_cache.view(-1, value.shape[1])[slots] = value
 
 
-_compiled_shapes: set[tuple] = set()  # functions with the cache shapes that they were compiled for
+_called: set = set()  # what of `compiled` is compiled
 
 
 @cache
-def compiled(function, key_row: int, value_row: int, dtype: str, layout: str, tokens: str, device: str, tiling="timed"):
-    """One fullgraph object per row width, layout, dtype, `tokens` (a regime or "one"), `tiling` ("timed" or "first").
+def compiled(function, caches: tuple, source: str, dtype: str, tokens: str, device: str, tiling: str = "timed"):
+    """One fullgraph object per shape of the caches, source, dtype, `tokens` (a regime or "one") and key of TILINGS.
 
     One token compiles apart because torch specialises sizes 0 and 1; regimes, because Inductor tiles for the size that
-    it saw first, and a graph made for 32 tokens would be judged at 65,536.
+    it saw first, and a graph made for 32 tokens would be judged at 65,536; the others, because what differs between two
+    calls dynamo makes dynamic in the second graph.
 
     Each is compiled from a twin with a name of its own: dynamo keeps its guards, and what it made dynamic, by code.
     """
     import torch
 
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    torch._dynamo.config.accumulated_recompile_limit = RECOMPILE_LIMIT
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    name = f"{function.__name__}_{key_row}_{value_row}_{dtype}_{layout}_{tokens}_{device}_{tiling}"
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager
+    shapes = ("x".join(map(str, shape)) for shape in caches)
+    name = "_".join((function.__name__, *shapes, source, dtype, tokens, device, tiling))
     twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-    return torch.compile(twin, fullgraph=True, options=FIRST_TILING if tiling == "first" else None)
+    return torch.compile(twin, fullgraph=True, options=TILINGS[tiling])
 
 
 def graphs_made() -> int:
@@ -76,23 +74,28 @@ def graphs_made() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _compiled_for(inputs: Inputs, function, tiling: str = "timed"):
+def _compiled_for(inputs: Inputs, function, *caches, tiling: str = "timed"):
     case = inputs.case
-    heads = case.num_kv_heads if case.layout == "NHD" else 1
     tokens = "one" if case.num_tokens == 1 else case.regime
-    widths = heads * case.head_size, heads * case.value_head_size
-    return compiled(function, *widths, case.dtype, case.layout, tokens, inputs.device.type, tiling)
+    shapes = tuple(tuple(cache.shape) for cache in caches)
+    return compiled(function, shapes, case.source, case.dtype, tokens, inputs.device.type, tiling)
 
 
 def _first_call(function, *tensors, tokens: int) -> None:
     """Compile `function` by calling it, the last `tokens` tensors marked: their dimension 0 varies, so that one graph
-    serves every number of tokens of a regime."""
+    serves every number of tokens of a regime.
+
+    To Inductor's caches, a graph with dynamic sizes is one, whichever size it was made for: a regime would be served
+    another's. The name of `function` keeps them apart (cache_key_tag, torch/compiler/config.py, v2.11.0).
+    """
     import torch
+    from torch.compiler import config
 
     for tensor in tensors[-tokens:]:
         if tensor.shape[0] > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
-    function(*tensors)
+    with config.patch(cache_key_tag=function.__name__):
+        function(*tensors)
 
 
 def _packed_cache(inputs: Inputs):
@@ -119,14 +122,13 @@ def bind_compile_first(inputs: Inputs) -> Step:
 def _bind_tiled(inputs: Inputs, tiling: str) -> Step:
     layout = inputs.case.layout
     assign = {"NHD": _assign_rows, "HND": _assign_by_block, "packed": _assign_packed}[layout]
-    function = _compiled_for(inputs, assign, tiling)
     view = flat_rows if layout == "NHD" else lambda t: t
     caches = (_packed_cache(inputs),) if layout == "packed" else (view(inputs.key_cache), view(inputs.value_cache))
-    shape = function, *(cache.shape for cache in caches)
+    function = _compiled_for(inputs, assign, *caches, tiling=tiling)
 
     def write_rows(index, key, value):
-        if shape not in _compiled_shapes:
-            _compiled_shapes.add(shape)
+        if function not in _called:
+            _called.add(function)
             return _first_call(function, *caches, *index, view(key), view(value), tokens=len(index) + 2)
         return function(*caches, *index, view(key), view(value))
 
@@ -135,7 +137,7 @@ def _bind_tiled(inputs: Inputs, tiling: str) -> Step:
 
 def bind_compile_view(inputs: Inputs) -> Step:
     """torch.compile with the cache viewed inside the function: the whole cache is cloned at every call"""
-    function = _compiled_for(inputs, _assign_to_view)
+    function = _compiled_for(inputs, _assign_to_view, inputs.key_cache, inputs.value_cache)
 
     def write_rows(index, key, value):
         function(inputs.key_cache, inputs.value_cache, *index, flat_rows(key), flat_rows(value))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from kvnb.bench.check import WrongCopy, check
 from kvnb.copies import REGISTRY
@@ -92,6 +95,17 @@ def test_the_compiled_copy_writes_the_right_bits(device, layout, policy, name):
         return check(REGISTRY[name], case, device, policy)
     with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
         check(REGISTRY[name], case, device, policy)
+
+
+def test_every_regime_is_compiled_for_itself_in_every_process(device, tmp_path, monkeypatch):
+    """Inductor's caches hold a dynamic graph for any size, and keep the tiling that another process has chosen."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = Counter(counters["inductor"])
+    for tokens in (31, 36, 600, 5000):
+        check(REGISTRY["torch.compile"], Case(tokens, 1, 24, cache_bytes=MIB), device)
+    made = Counter(counters["inductor"]) - before
+    assert (made["fxgraph_cache_miss"], made["fxgraph_cache_hit"]) == (3, 0)
+    assert not list(tmp_path.rglob("*.best_config"))
 
 
 def test_the_first_tiling_is_shown_at_one_shape():
