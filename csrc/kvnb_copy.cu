@@ -6,11 +6,11 @@
 // slot_stride + head * head_stride, so NHD, HND and packed caches run the same code.
 //
 // What varies:
-//   pair_kernel      16-byte vectors, K and V heads of one size and with equal strides, fewer than 2^31 slots
-//                    CompactPlan: rows, heads and blocks of powers of two; ApartPlan: and the source's heads apart;
-//                    DividedPlan: of any size, the source's heads in a row
-//   fast_kernel      as the last, K and V with strides of their own, one pair of vectors per thread; or four, where the copy
-//                    is more than the GPU holds threads and L2 holds it easily
+//   pair_kernel      16-byte vectors, K and V heads of one size, with equal strides and at most 32 GiB apart, fewer than
+//                    2^31 slots. CompactPlan: rows, heads and blocks of powers of two; ApartPlan: and the source's heads
+//                    apart; DividedPlan: of any size, the source's heads in a row
+//   fast_kernel      as the last, K and V wherever they lie, one pair of vectors per thread; or four, where the copy is more
+//                    than the GPU holds threads and L2 holds it easily
 //   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots.
@@ -19,9 +19,10 @@
 // What small copies are made of. A decode step's copy is a launch, a fetch of constants, one memory latency and the
 // stores, so the tuned kernels are arranged around the instructions before their loads: no branch, and every parameter that
 // the loads need in one 64-byte line of constants. The usual shapes are CompactPlan's: shifts instead of divisions,
-// everything in one line. Other sizes need a second line, which ptxas would fetch first, with every load waiting for it:
-// see behind(). No pair is bounded where pairs fill the last block. And that one latency should be L2's: the slots are read
-// again by every layer of a step, with more than L2 holds in between, so they are loaded to stay there.
+// everything in one line. Other sizes need a second line; ptxas hoists some of it above the loads, which wait for it (in the
+// fast kernel), unless it is kept from that: see behind(). In the pair kernel nothing is bounded where pairs fill the last
+// block. And that one latency should be L2's: the slots are read again by every layer of a step, with more than L2 holds in
+// between, so they are loaded to stay there.
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
 // said, first the road's, then this file's at that time (it has become faster since):
@@ -342,16 +343,17 @@ __device__ __forceinline__ uint64_t in_cache(const DividedPlan& plan, uint32_t s
          uint64_t{plan.slots_per_block.quotient(slot)} * plan.strides.block_extra;
 }
 
-// The plan, reached so that ptxas cannot fetch its second line before `address` is computed, where a load would wait for it:
-// behind an index, 0, as no address has its highest bit.
+// The plan; its second line, if it has one for the stores, reached so that ptxas cannot fetch it before `address` is
+// computed, where a load would wait for it: behind an index, 0, as no address has its highest bit.
 template <typename Plan>
-__device__ __forceinline__ const Plan& behind(const void* address, const Plan& plan) {
+__device__ __forceinline__ const Plan& behind(const void*, const Plan& plan) {
+  return plan;
+}
+__device__ __forceinline__ const DividedPlan& behind(const void* address, const DividedPlan& plan) {
   uint32_t zero = static_cast<uint32_t>(reinterpret_cast<uint64_t>(address) >> 63);
   asm volatile("" : "+r"(zero));
   return (&plan)[zero];
 }
-__device__ __forceinline__ const CompactPlan& behind(const void*, const CompactPlan& plan) { return plan; }
-__device__ __forceinline__ const ApartPlan& behind(const void*, const ApartPlan& plan) { return plan; }
 
 template <typename Plan, typename Slot, bool kWholeBlocks, Launch kLaunch>
 __global__ void __launch_bounds__(kBlock<1, kLaunch>) pair_kernel(const __grid_constant__ Plan plan) {
@@ -373,7 +375,7 @@ __global__ void __launch_bounds__(kBlock<1, kLaunch>) pair_kernel(const __grid_c
   store_if(written, to + late.value_cache, value);
 }
 
-// Everything else: narrow vectors, heads of the source apart where the compact kernel cannot serve them, K and V heads of
+// Everything else: narrow vectors, heads of the source apart where ApartPlan cannot serve them, K and V heads of
 // different sizes, strides beyond 32 bits, 2^31 slots and more.
 struct GeneralPlan {
   Rows key;

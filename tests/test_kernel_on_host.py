@@ -252,6 +252,11 @@ FAR = {  # what does not fit the numbers of a tuned kernel; of 16-byte vectors, 
     "slots": {"slot": 64 * GIB},
     "heads": {"head": 64 * GIB},
     "heads, all together": {"head": 32 * GIB},
+    **{  # what fits them, times what does not: of a plan that divides
+        "tokens, all together": {"token": 48 * GIB, "block size": 3},
+        "slots, all together": {"slot": 32 * GIB, "block size": 3},
+        "blocks, all together": {"block": 48 * GIB, "block size": 3, "blocks": 5},
+    },
     "2^31 slots": {"block size": 3, "block": 1024, "blocks": 2**31 // 3 + 2},
     "2^32 slots": {"blocks": 2**31 + 2},
 }

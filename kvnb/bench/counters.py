@@ -31,7 +31,7 @@ from kvnb.bench import timing
 from kvnb.copies import REGISTRY, releases
 from kvnb.problem.case import Case
 
-HAND_WRITTEN = ("kvnb", "kvnb.dependent", "vllm.scalar", "triton", "flashinfer", "limit.copy")
+HAND_WRITTEN = ("kvnb", "kvnb.dependent", "vllm.scalar", "triton", "flashinfer", "sglang", "limit.copy")
 MOST_REGISTERS = "vllm==0.11.0"  # counted with the oldest and the newest release
 CALLS = (Case(256), Case(16384))  # 8 x 128 bf16 NHD
 CHAIN = Case(1024)  # its graphs show what a state is: a call fits into a quarter of L2

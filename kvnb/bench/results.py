@@ -32,7 +32,7 @@ _COLUMNS = [
     ("grid", pa.string(), "", "named list of cases"),
     ("copy", pa.string(), "", "one way to write the rows"),
     ("family", pa.string(), "", "family of the copy: decides its colour"),
-    ("copy_version", pa.string(), "", "hash of the copy's sources"),
+    ("copy_version", pa.string(), "", "hash of the copy's sources, and what of other packages it ran"),
     ("policy", pa.string(), "", "where padded rows go"),
     ("part", pa.string(), "", "step: once per model step; write: once per layer"),
     ("timer", pa.string(), "", "how the call was timed"),

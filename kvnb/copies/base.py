@@ -112,6 +112,10 @@ class Copy:
         """First line of bind's docstring."""
         return (inspect.getdoc(self.bind) or self.name).splitlines()[0]
 
+    def title_in(self, version: str) -> str:
+        """`title` as it was where a run file has this `version`, its copy_version."""
+        return self.title
+
     @property
     def file(self) -> Path:
         """The file that defines bind. Raises ValueError where none does."""

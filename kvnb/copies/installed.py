@@ -11,7 +11,6 @@ fail late or take the device along.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import warnings
 from dataclasses import dataclass
@@ -36,24 +35,29 @@ WARP, MOST_THREADS, VECTOR_BYTES = 32, 1024, 16
 
 @dataclass(frozen=True)
 class Installed(Copy):
-    """A Copy whose code other packages hold: what is installed of them is part of its title and of its version."""
+    """A Copy whose code other packages hold: what is installed of them is part of its title and of its version, as in
+    "23715aa3ec, flashinfer-python 0.7.4"."""
 
     distributions: tuple[str, ...] = ()  # as pip knows them
 
     @property
     def title(self) -> str:
-        return f"{super().title} ({_releases(self.distributions) or 'not installed'})"
+        return f"{super().title} ({_releases(self.distributions)})"
+
+    def title_in(self, version: str) -> str:
+        """`title`, of what was installed where a run file has this `version`, its copy_version."""
+        return f"{super().title} ({version.partition(', ')[2] or 'of a version that the run does not say'})"
 
     @property
     def version(self) -> str:
-        return hashlib.sha256(f"{super().version} {_releases(self.distributions)}".encode()).hexdigest()[:10]
+        return f"{super().version}, {_releases(self.distributions)}"
 
 
 @cache
 def _releases(distributions: tuple[str, ...]) -> str:
     """As in "flashinfer-python 0.7.4"."""
     found = (next(iter(metadata.distributions(name=name)), None) for name in distributions)
-    return ", ".join(f"{package.name} {package.version}" for package in found if package)
+    return ", ".join(f"{package.name} {package.version}" for package in found if package) or "not installed"
 
 
 def _absent(package: str) -> str | None:

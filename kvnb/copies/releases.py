@@ -201,6 +201,8 @@ def _library_in(wheel: Path) -> tuple[dict, str, bytes]:
         told = dict(re.findall(r"^(Name|Version|Requires-Dist: torch\b)[ :=(]*([^\s;)]+)", told, re.MULTILINE))
         if told.get("Name") != "vllm":
             raise ValueError(f"wheel: {wheel.name} is of {told.get('Name', 'nothing')}, not of vllm")
+        if "Version" not in told:
+            raise ValueError(f"wheel: {wheel.name} does not say its version: fetch it again")
         libraries = [name for name in names if re.fullmatch(r"vllm/[^/]+\.so", name)]
         for name in sorted(libraries, key=lambda name: not name.startswith("vllm/_C")):
             if KERNEL.encode() in (library := archive.read(name)):

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 # Inductor writes two tilings of such a kernel, 8 and 2 elements a thread, and keeps the one that is faster in its own
 # timing of the first call, which can go either way (pointwise, torch/_inductor/runtime/triton_heuristics.py, v2.11.0).
-# Kept on disk, one process's choice would be every worker's, and no interval would show that it is one of two.
-TILINGS = {"timed": {"autotune_local_cache": False}, "first": {"triton.autotune_pointwise": False}}
+# Nothing is kept on disk: what one process chose would be every worker's, and no interval would show that it is one of
+# two; and a graph with dynamic sizes is found whatever size it was made for, so one regime would be served another's.
+ANEW = {"fx_graph_cache": False, "autotune_local_cache": False}
+TILINGS = {"timed": ANEW, "first": {**ANEW, "triton.autotune_pointwise": False}}
 # For that timing it clones the caches, which are changed, before every call; where memory has no room for clones,
 # it puts them back from the host (copy_args_to_cpu_if_needed, same file): minutes for a graph.
 LARGEST_CLONED = 16 * GIB
@@ -49,8 +51,9 @@ _called: set = set()  # what of `compiled` is compiled
 
 
 @cache
-def compiled(function, caches: tuple, source: str, dtype: str, tokens: str, device: str, tiling: str = "timed"):
-    """One fullgraph object per shape of the caches, source, dtype, `tokens` (a regime or "one") and key of TILINGS.
+def compiled(function, shapes: tuple, source: str, dtype: str, tokens: str, device: str, tiling: str = "timed"):
+    """One fullgraph object per shapes (of the caches, of a token), source, dtype, `tokens` (a regime or "one") and key
+    of TILINGS.
 
     One token compiles apart because torch specialises sizes 0 and 1; regimes, because Inductor tiles for the size that
     it saw first, and a graph made for 32 tokens would be judged at 65,536; the others, because what differs between two
@@ -61,8 +64,8 @@ def compiled(function, caches: tuple, source: str, dtype: str, tokens: str, devi
     import torch
 
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # never eager
-    shapes = ("x".join(map(str, shape)) for shape in caches)
-    name = "_".join((function.__name__, *shapes, source, dtype, tokens, device, tiling))
+    named = ("x".join(map(str, shape)) for shape in shapes)
+    name = "_".join((function.__name__, *named, source, dtype, tokens, device, tiling))
     twin = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(twin, fullgraph=True, options=TILINGS[tiling])
 
@@ -77,25 +80,20 @@ def graphs_made() -> int:
 def _compiled_for(inputs: Inputs, function, *caches, tiling: str = "timed"):
     case = inputs.case
     tokens = "one" if case.num_tokens == 1 else case.regime
-    shapes = tuple(tuple(cache.shape) for cache in caches)
+    shapes = *(tuple(cache.shape) for cache in caches), (case.num_kv_heads, case.head_size, case.value_head_size)
     return compiled(function, shapes, case.source, case.dtype, tokens, inputs.device.type, tiling)
 
 
 def _first_call(function, *tensors, tokens: int) -> None:
     """Compile `function` by calling it, the last `tokens` tensors marked: their dimension 0 varies, so that one graph
-    serves every number of tokens of a regime.
-
-    To Inductor's caches, a graph with dynamic sizes is one, whichever size it was made for: a regime would be served
-    another's. The name of `function` keeps them apart (cache_key_tag, torch/compiler/config.py, v2.11.0).
-    """
+    serves every number of tokens of a regime."""
     import torch
-    from torch.compiler import config
 
     for tensor in tensors[-tokens:]:
         if tensor.shape[0] > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
-    with config.patch(cache_key_tag=function.__name__):
-        function(*tensors)
+    function(*tensors)
+    _called.add(function)
 
 
 def _packed_cache(inputs: Inputs):
@@ -128,7 +126,6 @@ def _bind_tiled(inputs: Inputs, tiling: str) -> Step:
 
     def write_rows(index, key, value):
         if function not in _called:
-            _called.add(function)
             return _first_call(function, *caches, *index, view(key), view(value), tokens=len(index) + 2)
         return function(*caches, *index, view(key), view(value))
 

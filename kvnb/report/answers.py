@@ -37,6 +37,7 @@ from kvnb.report.words import (
     interval,
     label,
     line_name,
+    mean,
     neither,
     release,
     speedup,
@@ -107,6 +108,7 @@ class Run:
         self.shipped = self.releases[-1] if self.releases else None  # what vLLM ships, by the newest of them
         self.line = self._line()
         self._family = dict(samples[["copy", "family"]].drop_duplicates().itertuples(index=False))
+        self.versions = dict(samples[["copy", "copy_version"]].drop_duplicates().itertuples(index=False))
         self._head = cache(lambda timer: stats.Timed(rows_of(samples, self.where | {"timer": timer})))
         self.speedups = cache(self._speedups)
 
@@ -275,6 +277,40 @@ def _pace(rows: pd.DataFrame, in_words: bool) -> str:
     return f"{layout}: {text.replace(' in ', ' times as fast in ', 1)}" if in_words else text
 
 
+def scope(run: Run) -> str:
+    """What `answer` holds for, where the kernel that vLLM ships wins all the same, and how it goes eagerly."""
+    if all(run.speedups(BEST, name).empty for name in (run.shipped, OURS)):
+        return ""
+    how = "in CUDA graphs" if run.timer == "graph" else "call by call"
+    told = [f"This holds {how} (timer {run.timer}), with caches as a server leaves them (state produced)."]
+    rows = run.speedups(run.shipped, BEST)
+    if rows["verdict"].eq("FASTER").any():
+        told.append(f"{run.shipped} is {_wins(rows, run.shipped, BEST, 'case')}.")
+    elif len(rows):
+        told.append(f"{run.shipped} is nowhere faster than {the(BEST)}.")
+    return " ".join([*told, *_eagerly(run)])
+
+
+def _eagerly(run: Run) -> list[str]:
+    """How the fastest PyTorch copy fares when every copy is called from Python: a sentence, or none."""
+    if run.timer != "graph":
+        return []
+    eager = {name: run.speedups(BEST, name, "eager") for name in (run.shipped, OURS) if name}
+    timed = {name: rows for name, rows in eager.items() if len(rows)}
+    if not timed:
+        return []
+    told = [f"{name} in {(rows['verdict'] == 'FASTER').sum() or 'none'} of {count(len(rows), 'case')} "
+            f"({_pace(rows, in_words=True)})" for name, rows in timed.items()]  # fmt: skip
+    text = f"Called eagerly (timer eager), {the(BEST)} beats {' and '.join(told)}"
+    if "compile" in set(run.cells(timer="eager")["family"]):
+        compiled = [*timed.values()][-1]["a"].map(run._family).eq("compile").sum()
+        text += f", and is a compiled one in {compiled or 'none'} of them"
+    for name in eager.keys() - timed.keys():
+        tried = rows_of(run.every_cell, {"copy": name, "timer": "eager"})["reason"]
+        text += f"; {name} has no time there" + "".join(f" ({why})" for why in tried[tried != ""].unique()[:1])
+    return [f"{text}."]
+
+
 def certainty(run: Run) -> str:
     """What the intervals rest on, which differences are not called, and which copies have no time."""
     if not (run.samples["status"] == "ok").any():
@@ -309,9 +345,10 @@ def sentences(run: Run) -> list[str]:
     rivals_of = {BEST: (run.shipped, OURS), run.shipped: (BEST, OURS), OURS: (run.shipped, BEST, ISSUE)}
     told = []
     for regime, name in itertools.product(REGIMES, filter(None, rivals_of)):
-        clauses = [_wins(run.speedups(name, b), name, b, regime) for b in rivals_of[name] if b]
+        here = {"regime": regime}
+        clauses = [_wins(rows_of(run.speedups(name, b), here), name, b) for b in rivals_of[name] if b]
         if name == BEST and run.timer != "wall":
-            eagerly = [_wins(run.speedups(name, b, "eager"), name, b, regime) for b in rivals_of[name] if b]
+            eagerly = [_wins(rows_of(run.speedups(name, b, "eager"), here), name, b) for b in rivals_of[name] if b]
             clauses += [f"with timer eager, {clause}" for clause in eagerly if clause]
         if any(clauses):
             who = "PyTorch" if name == BEST else name
@@ -319,13 +356,12 @@ def sentences(run: Run) -> list[str]:
     return told
 
 
-def _wins(rows: pd.DataFrame, name: str, rival: str, regime: str) -> str:
-    """How often a copy is FASTER than a rival in a regime, and how much: kvnb by layout, the others where they are."""
-    rows = rows_of(rows, {"regime": regime})
+def _wins(rows: pd.DataFrame, name: str, rival: str, noun: str = "cell") -> str:
+    """How often a copy is FASTER than a rival, and how much: kvnb by layout, the others where they are."""
     if rows.empty:
         return ""
     won = rows[rows["verdict"] == "FASTER"].sort_values("speedup", kind="stable")
-    told = f"faster than {the(rival)} in {len(won) or 'none'} of {count(len(rows), 'cell')}"
+    told = f"faster than {the(rival)} in {len(won) or 'none'} of {count(len(rows), noun)}"
     if name == OURS:
         return f"{told}: {', '.join(f'{layout} {speedup(here)}' for layout, here in by_layout(rows))}"
     ends = dict.fromkeys(interval(won.iloc[place]) for place in (0, -1)) if len(won) else ()
@@ -333,21 +369,36 @@ def _wins(rows: pd.DataFrame, name: str, rival: str, regime: str) -> str:
 
 
 def _places(rows: pd.DataFrame, name: str) -> str:
-    """Where rows are FASTER: `NHD 9 of 31 (8x64 at 32 to 256 tokens, torch.compile; and 3 more)`."""
+    """Where rows are FASTER: `NHD 3 of 31 (8x64, 8x80 at 1 token, torch.compile; 8x96 at 32 tokens, torch.scatter)`.
+
+    Where they mostly are, the spellings and no shapes (`packed 26 of 26 (torch.compile 20, torch.scatter 6)`): those
+    that are left are in the rival's own sentence.
+    """
     told = []
     for layout, here in by_layout(rows):
-        lines = []
-        for _, line in here.groupby(LINE):
-            won, sizes = line[line["verdict"] == "FASTER"], sorted(line["num_tokens"])
-            if len(won):
-                spelling = f", {'/'.join(won['a'].value_counts().index)}" if name in GROUPS else ""
-                text = f"{line_name(line.iloc[0])} at {_sizes(won['num_tokens'], sizes)}{spelling}"
-                lines.append((-len(won), len(text), text))
-        more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
-        if lines:
-            words = "; ".join([text for *_, text in sorted(lines)[:3]] + more)
-            told.append(f"{layout} {(here['verdict'] == 'FASTER').sum()} of {len(here)} ({words})")
+        won = here[here["verdict"] == "FASTER"]
+        if len(won):
+            words = _spellings(won, name) if len(won) > len(here) / 2 else _shapes(here, name)
+            told.append(f"{layout} {len(won)} of {len(here)}" + f" ({words})" * bool(words))
     return ", ".join(told)
+
+
+def _spellings(won: pd.DataFrame, name: str) -> str:
+    """`torch.compile 20, torch.scatter 6`; empty for a copy of one spelling."""
+    counts = won["a"].value_counts() if name in GROUPS else {}
+    return ", ".join(f"{spelling} {n}" for spelling, n in counts.items())
+
+
+def _shapes(rows: pd.DataFrame, name: str) -> str:
+    """Lines of one layout that are FASTER at the same sizes, by the same spellings, together; most first."""
+    lines = {}
+    for _, line in rows.groupby(LINE):
+        won, sizes = line[line["verdict"] == "FASTER"], sorted(line["num_tokens"])
+        if len(won):
+            spelling = f", {'/'.join(won['a'].value_counts().index)}" if name in GROUPS else ""
+            lines.setdefault(f"{_sizes(won['num_tokens'], sizes)}{spelling}", []).append(line_name(line.iloc[0]))
+    most_first = sorted(lines.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{', '.join(names)} at {where}" for where, names in most_first)
 
 
 def _sizes(won: Iterable[int], measured: list[int]) -> str:
@@ -383,6 +434,34 @@ def main_copies(run: Run, kernel: str = OURS) -> list[str]:
 def issue_table(run: Run) -> pd.DataFrame:
     """The issue's question: `verdict_table` of the kernel that vLLM ships; empty where the run does not hold it."""
     return _verdicts(run, run.shipped or "vLLM", main_copies(run, run.shipped) if run.shipped else [])
+
+
+def width_table(run: Run) -> pd.DataFrame:
+    """The issue's question by layout and KV heads (of 128, all else USUAL): per regime, the speedup of the kernel that
+    vLLM ships over the fastest PyTorch copy, and which is that most often. Empty where the run does not hold it.
+    """
+    same, told = USUAL | {"head_size": 128, "value_head_size": 128}, []
+    for layout, there in by_layout(rows_of(run.speedups(run.shipped, BEST), same)):
+        for heads, here in there.groupby("num_kv_heads"):
+            regimes = {regime: _with_spelling(cells) for regime, cells in here.groupby("regime")}
+            told.append({"layout": layout, "KV heads": heads} | regimes)
+    table = pd.DataFrame(told, columns=["layout", "KV heads", *REGIMES])
+    return table.dropna(axis="columns", how="all").fillna("not measured")
+
+
+def _with_spelling(rows: pd.DataFrame) -> str:
+    """`0.68 [0.67, 0.69] SLOWER, but 1 of 3 FASTER; torch.compile (2 of 3)`."""
+    told, spellings = mean(rows), rows["b"].value_counts()
+    odd, most = contrary(rows, told["verdict"]), spellings[spellings == spellings.max()]
+    often = f" ({most.iloc[0]} of {len(rows)}{' each' * (len(most) > 1)})" if len(spellings) > 1 else ""
+    return f"{interval(told)} {told['verdict']}{f', but {odd}' if odd else ''}; {', '.join(most.index)}{often}"
+
+
+def contrary(rows: pd.DataFrame, verdict: str) -> str:
+    """How many say the contrary of their mean's verdict, `2 of 9 SLOWER`; where that decides nothing, that lose."""
+    other = "FASTER" if verdict == "SLOWER" else "SLOWER"
+    odd = (rows["verdict"] == other).sum()
+    return f"{odd} of {len(rows)} {other}" if odd and len(rows) > 1 else ""
 
 
 def _verdicts(run: Run, kernel: str, copies: Iterable[str]) -> pd.DataFrame:
@@ -578,10 +657,12 @@ def _call(panel: str, copy: str) -> dict:
 
 
 def release_table(run: Run) -> pd.DataFrame:
-    """Per problem and release: registers, layout and source of the call, and the time at each number of tokens."""
-    cells, rows = release_times(run), []
+    """Per problem and release: what of its wheel ran (its own op, or that op's machine code), registers, layout and
+    source of the call, and the time at each number of tokens."""
+    cells, rows, everything = release_times(run), [], set(run.every_cell["copy"])
     for panel, copy in itertools.product((SAME, DEFAULT), run.releases):
-        row = {"problem": panel.split(":")[0], "release": copy, "registers": registers(copy)}
+        ran_as = "op" if f"{copy}.cubin" in everything else "machine code"
+        row = {"problem": panel.split(":")[0], "release": copy, "ran as": ran_as, "registers": registers(copy)}
         row |= {"called with": ", ".join(_call(panel, copy).values()).strip(", ")}
         line = rows_of(cells, {"panel": panel, "copy": copy}).sort_values("num_tokens")
         rows.append(row | {f"{cell.num_tokens:,}": duration(cell.seconds) for cell in line.itertuples()})
@@ -662,11 +743,11 @@ def release_sentences(run: Run) -> list[str]:
     for (panel, copy), rows in release_steps(run).groupby(["panel", "a"], sort=False):
         words = {"SLOWER": [], "FASTER": [], "": []}  # whom it hurt, whom it helped, what cannot be judged
         for (heads, head_size, regime), here in rows.groupby(["num_kv_heads", "head_size", "regime"], sort=False):
-            whom, mean = f"{regime} of {heads}x{head_size}", stats.summarise(here, ["regime"]).iloc[0]
+            whom, total = f"{regime} of {heads}x{head_size}", stats.summarise(here, ["regime"]).iloc[0]
             if here["low"].isna().any():
-                words[""].append(f"{times(mean['speedup'])} in {whom}")
-            elif mean["verdict"] in words:
-                words[mean["verdict"]].append(f"{whom} {speedup(here)}")
+                words[""].append(f"{times(total['speedup'])} in {whom}")
+            elif total["verdict"] in words:
+                words[total["verdict"]].append(f"{whom} {speedup(here)}")
         another = f"now called with {', '.join(_call(panel, copy).values())}, and a speedup from case to case of"
         verbs = {"SLOWER": "hurt", "FASTER": "helped", "": another}
         clauses = [f"{verbs[key]} {', '.join(whom)}" for key, whom in words.items() if whom]
@@ -714,7 +795,9 @@ def peers(run: Run) -> str:
             most = "".join(f", up to {interval(row)} times ({cell_name(row)})" for _, row in won.tail(1).iterrows())
             told.append((won.empty, f"{peer} is faster than {ours} in {len(won)} of {count(len(rows), 'cell')}{most}"))
     told = "; ".join(text for _, text in sorted(told, key=lambda item: item[0]))
-    return f"{run.about}: {told}." if told else ""
+    ran = [run.versions[peer].partition(", ")[2] for peer in PEERS if any(run.cells(copy=peer)["copy"])]
+    installed = ", ".join(filter(None, ran)) or "the run does not say which"
+    return f"{run.about}: {told}. Installed: {installed}." if told else ""
 
 
 def agreement(run: Run) -> str:

@@ -31,8 +31,8 @@ LIMITS = (
     "fp8 caches, MLA and x-packed caches are not covered.",
     "A copy is timed by itself: what it does to the caches of the attention kernel that follows is not counted.",
     "Compare copies within a case: across cases, their allocations alone can move a copy by a few percent.",
-    "torch.compile compiles for the first size met in a regime and keeps the faster of two tilings in its own timing: "
-    "between two runs of ours it moved by up to 2 times.",
+    "torch.compile compiles, in every worker, for the first size met in a regime, and keeps the faster of two tilings "
+    "in its own timing, which can go either way.",
     "Intervals come from few processes: where processes differ more than rounds do, they are too short, and they say "
     "nothing of other boards.",
     f"vllm==X is what that wheel ships; vllm.scalar is {answers.VLLM}, and no verdict on vLLM rests on it.",
@@ -149,9 +149,7 @@ def matrix(run: Run, kernel: str, copies: Iterable[str] = (), layouts: Iterable[
 
 def _cell(rows: pd.DataFrame) -> Cell:
     told = mean(rows, "case")
-    contrary = "FASTER" if told["verdict"] == "SLOWER" else "SLOWER"
-    odd = (rows["verdict"] == contrary).sum()
-    but = f"{odd} of {len(rows)} {contrary}" if odd and len(rows) > 1 else ""
+    but = answers.contrary(rows, told["verdict"])
     return Cell(*interval(told).split(" ", 1), told["verdict"], told["spread"], but)
 
 
@@ -267,8 +265,8 @@ def _answer(path: Path) -> str:
 
 def copies(run: Run) -> list[tuple[str, str]]:
     """(copy, what it is) of the copies that the page names; those that this kvnb knows no more are left out."""
-    named = [OURS, f"{OURS}.dependent", *run.copies]
-    return [(label(copy), REGISTRY[copy].title) for copy in dict.fromkeys(named) if copy in REGISTRY]
+    named = dict.fromkeys([OURS, f"{OURS}.dependent", *run.copies])
+    return [(label(copy), REGISTRY[copy].title_in(run.versions.get(copy, ""))) for copy in named if copy in REGISTRY]
 
 
 def provenance(run: Run, path: Path) -> list[tuple[str, str]]:
@@ -305,7 +303,8 @@ def told(runs: Sequence[Run], padded: Sequence[null_block.PaddedRun]) -> str:
     several = len({run.machine for run in (*runs, *padded)}) > 1
     of = (lambda run: f"{run.machine}, grid {run.first['grid']}: " if run else "") if several else lambda run: ""
     both = [f"**{ASKED}**"] * bool(runs or not padded)
-    both += [f"{of(run)}{answers.answer(run)} {answers.certainty(run)}" for run in runs]
+    for run in runs:
+        both += [of(run) + answers.answer(run), f"{answers.scope(run)} {answers.certainty(run)}".strip()]
     both += [f"**{null_block.ASKED}**", *(of(run) + reserved(run) for run in padded or [None])]
     return "\n\n".join(both)
 

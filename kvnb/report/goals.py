@@ -101,12 +101,15 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
 
 
 def told(found: pd.DataFrame) -> pd.DataFrame:
-    """`table` in words, three digits each: goal, needed, measured with its interval, worst, cells, met."""
-    measured = found["measured"].map(answers.times)
-    ends = " [" + found["low"].map(answers.times) + ", " + found["high"].map(answers.times) + "]"
+    """`table` in words, three digits each, four where three hide whether a goal is met: goal, needed, measured with its
+    interval, worst, cells, met."""
+    words = found[["needed", "measured", "low", "high"]].map(answers.times)
+    hidden = (words["measured"] == words["needed"]) & (found["measured"] != found["needed"])
+    words[hidden] = found[hidden][[*words]].map("{:.4g}".format)
+    measured, ends = words["measured"], " [" + words["low"] + ", " + words["high"] + "]"
     columns = {
         "goal": found["goal"],
-        "needed": found["bound"] + " " + found["needed"].map(answers.times),
+        "needed": found["bound"] + " " + words["needed"],
         "measured": (measured + ends.where(found["low"].notna(), "")).where(found["measured"].notna(), ""),
     }
     return pd.DataFrame(columns | {name: found[name] for name in ("worst", "cells", "met")})

@@ -130,7 +130,7 @@ def trust() -> str:
 
 
 def readme() -> str:
-    """README's answer for each recorded GPU: two sentences to each question, a table, a figure, a link to the rest."""
+    """README's answer for each recorded GPU: a few sentences to each question, a table, a figure, a link to more."""
     told = []
     for gpu, path in answers.recorded().items():
         run, padded = answers.load(path), answers.recorded(null_block.GRID).get(gpu)

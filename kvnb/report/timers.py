@@ -102,8 +102,8 @@ def verdict(rows: pd.DataFrame) -> str:
     if not len(held):
         return "Not known: nothing that has a bound was measured."
     lead = "Yes" if held.all() else "Mostly" if held.mean() > 0.5 else "No"
-    every = f"{int(judged['holds'].sum())} of {len(judged)} rows"
-    return f"{lead}: {held.sum()} of {len(held)} claims hold wherever they are judged, in all {every}."
+    rows = f"{int(judged['holds'].sum())} of {len(judged)} rows"
+    return f"{lead}: {held.sum()} of {len(held)} claims hold in every row that is judged; {rows} hold."
 
 
 def told(rows: pd.DataFrame) -> list[str]:

@@ -250,11 +250,15 @@ print(sorted(set({peers}) & set(sys.modules)))
 
 def test_the_release_installed_is_part_of_title_and_version(monkeypatch):
     copy, seen = PEERS["flashinfer"], set()
-    for release in ("", "flashinfer-python 0.7.4", "flashinfer-python 0.7.5"):
+    for release in ("not installed", "flashinfer-python 0.7.4", "flashinfer-python 0.7.5"):
         monkeypatch.setattr(installed, "_releases", lambda names, release=release: release)
-        assert copy.title.endswith(f" ({release or 'not installed'})")
+        assert copy.title.endswith(f" ({release})")
+        assert copy.version.endswith(f", {release}")
         seen.add(copy.version)
     assert len(seen) == 3
+    told = "FlashInfer's append_paged_kv_cache: a block for a token at a time, addresses through a page table"
+    assert copy.title_in("23715aa3ec, flashinfer-python 0.7.3") == f"{told} (flashinfer-python 0.7.3)"
+    assert copy.title_in("23715aa3ec") == f"{told} (of a version that the run does not say)"
 
 
 def test_releases_are_read_from_what_is_installed(monkeypatch, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvnb.problem.case import CASE_FIELDS, EVERY_TIMING, GIB, MIB, Case, grid, timings
@@ -173,7 +175,9 @@ def test_releases_are_compared_on_one_problem_and_on_their_backends_own():
     }
     assert (transposed.layout, transposed.source) == ("NHD", "transposed")
     assert {(case.num_kv_heads, case.head_size, case.dtype) for case in cases} == {(8, 128, "bfloat16")}
-    assert timings("releases", cases[0]) == (("graph", "produced"), ("graph", "cold"))
+    graphs = ("graph", "produced"), ("graph", "cold")
+    assert timings("releases", transposed) == timings("releases", replace(cases[0], layout="packed")) == graphs
+    assert timings("releases", cases[0]) == (*graphs, ("host", "produced"), ("eager", "produced"))
 
 
 @pytest.mark.parametrize("name", ["releases", "padding"])

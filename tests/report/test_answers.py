@@ -19,15 +19,18 @@ from kvnb.bench import results
 from kvnb.problem.models import MODELS
 from kvnb.report import answers
 
+PLACE = ["layout", "num_kv_heads", "num_tokens"]
+
 
 def ratios(run: answers.Run, others: list[str], of: str = "kvnb", timer: str = "graph") -> pd.DataFrame:
-    """Per case, the smallest of the medians over (worker, round) of others' time / that of `of`, from raw samples."""
+    """Per case, the smallest of the medians over (worker, round) of others' time / that of `of`, from raw samples, and
+    whose it is.
+    """
     samples = run.samples
     rows = samples[(samples["part"] == "write") & (samples["timer"] == timer) & (samples["status"] == "ok")]
-    place = ["layout", "num_kv_heads", "num_tokens"]
-    wide = rows.pivot(index=[*place, "worker", "round"], columns="copy", values="seconds")
-    medians = wide[others].div(wide[of], axis=0).groupby(place).median()
-    return medians.min(axis=1).dropna().rename("speedup").reset_index()
+    wide = rows.pivot(index=[*PLACE, "worker", "round"], columns="copy", values="seconds")
+    medians = wide[others].div(wide[of], axis=0).groupby(PLACE).median().dropna(how="all")
+    return medians.min(axis=1).rename("speedup").to_frame().assign(fastest=medians.idxmin(axis=1)).reset_index()
 
 
 def mean(speedups: pd.Series) -> float:
@@ -82,6 +85,65 @@ def test_the_answer_is_about_the_kernel_that_vllm_ships_then_ours_compiled_plain
         shares = {regime: (cells["speedup"] < 1 / 1.02).mean() for regime, cells in parts}
         assert [regime for regime, share in shares.items() if share > 0.5] == ["mixed", "prefill"]
     assert answers.headline(gpu).startswith(f"{ABOUT}. {text} ") and "counts as none." in answers.headline(gpu)
+
+
+def clauses_of_scope(run: answers.Run) -> tuple[str, str, str]:
+    """What it holds for, where the shipped kernel wins, and how it goes eagerly."""
+    return re.fullmatch(r"(This .+?\)\.) ?(vllm==.+?\.)?(?: (Called .+\.))?", answers.scope(run)).groups()
+
+
+def test_the_scope_names_timer_and_state_and_where_the_shipped_kernel_wins(gpu):
+    held, shipped, _ = clauses_of_scope(gpu)
+    assert held == "This holds in CUDA graphs (timer graph), with caches as a server leaves them (state produced)."
+    rows = ratios(gpu, PYTORCH, of=SHIPPED)
+    won = rows[rows["speedup"] > 1.02]
+    ends = rf"{won['speedup'].min():.2f} \[\S+, \S+\] to {won['speedup'].max():.2f} \[\S+, \S+\]"
+    start = rf"faster than the fastest PyTorch copy in {len(won)} of {len(rows)} cases, by {ends} times: packed "
+    assert 0 < len(won) < len(rows) and re.match(f"{SHIPPED} is {start}", shipped)
+    for layout in answers.LAYOUTS:
+        of = (rows["layout"] == layout).sum()
+        assert f"{layout} {(won['layout'] == layout).sum()} of {of} (" in shipped
+    assert "NHD 6 of 21 (1x128 at 1 to 256 tokens; 8x128 at 1, 32 tokens; 32x128 at 1 token)" in shipped
+    slow = gpu.samples["seconds"].where(gpu.samples["copy"] != SHIPPED, 10 * gpu.samples["seconds"])
+    _, shipped, _ = clauses_of_scope(answers.Run(gpu.samples.assign(seconds=slow)))
+    assert shipped == f"{SHIPPED} is nowhere faster than the fastest PyTorch copy."
+
+
+def without(run: answers.Run, timer: str, *copies: str) -> pd.DataFrame:
+    """Its samples but for those of copies under a timer."""
+    return run.samples[~(run.samples["copy"].isin(copies) & (run.samples["timer"] == timer))].reset_index(drop=True)
+
+
+def test_the_scope_tells_how_it_goes_eagerly(gpu):
+    eager, told = ["torch.index_put", "torch.compile"], {}
+    for of in (SHIPPED, "kvnb"):
+        rows = ratios(gpu, eager, of=of, timer="eager")
+        won, compiled = (rows["speedup"] < 1 / 1.02).sum(), (rows["fastest"] == "torch.compile").sum()
+        told[of] = rf"{of} in {won or 'none'} of {len(rows)} cases \({paces(rows, in_words=True)}\)"
+    start, end = "Called eagerly (timer eager), the fastest PyTorch copy beats ", "and is a compiled one in"
+    assert 0 < compiled < len(rows)
+    both = f"{re.escape(start)}{' and '.join(told.values())}, {end} {compiled} of them\\."
+    assert re.fullmatch(both, clauses_of_scope(gpu)[2])
+
+    samples, why = without(gpu, "eager", SHIPPED), "launched as a cubin"
+    absent = f", {end} {compiled} of them; {SHIPPED} has no time there"
+    assert clauses_of_scope(answers.Run(samples))[2].endswith(f"{absent}.")
+    made = fixture_runs._Run("gpu-run", fixture_runs.H200)
+    made.failed(fixture_runs._case(1), SHIPPED, "peer", "eager", "unsupported", why)
+    cubin = answers.Run(pd.concat([samples, made.samples()], ignore_index=True))
+    text = clauses_of_scope(cubin)[2]
+    assert text.endswith(f"{absent} ({why}).") and re.match(re.escape(start) + told["kvnb"] + ", and", text)
+
+    plain = answers.Run(without(gpu, "eager", "torch.compile"))
+    assert "Called eagerly" in answers.scope(plain) and "compiled" not in answers.scope(plain)
+
+
+def test_a_scope_leaves_out_what_a_run_does_not_hold(gpu, old, cpu):
+    assert "vllm" not in answers.scope(old) and " Called eagerly (timer eager), " in answers.scope(old)
+    held = "This holds call by call (timer wall), with caches as a server leaves them (state produced)."
+    assert answers.scope(cpu) == held
+    assert "eager" not in answers.scope(answers.Run(without(gpu, "eager", *gpu.copies)))
+    assert answers.scope(answers.Run(gpu.samples[gpu.samples["family"] == "torch"])) == ""
 
 
 def test_without_wheels_the_answer_is_about_kvnb(old):
@@ -183,15 +245,28 @@ def test_cells_that_are_won_are_named_by_width_sizes_and_spelling(gpu):
     rows = gpu.speedups(answers.BEST, SHIPPED)
     rows = rows[rows["layout"] == "NHD"].assign(verdict="SLOWER")
     assert answers._places(rows, answers.BEST) == ""
-    won = [(8, 32), (8, 256), (32, 1), (32, 32), (32, 256)]
+    won = [(1, 32), (1, 256), (8, 1), (8, 32), (8, 256), (32, 1), (32, 32), (32, 256)]
     here = [place in won for place in zip(rows["num_kv_heads"], rows["num_tokens"])]
     rows = rows.assign(verdict=rows["verdict"].mask(here, "FASTER"), a="torch.x")
     assert answers._places(rows, answers.BEST) == (
-        "NHD 5 of 21 (32x128 at 1 to 256 tokens, torch.x; 8x128 at 32, 256 tokens, torch.x)"
+        "NHD 8 of 21 (8x128, 32x128 at 1 to 256 tokens, torch.x; 1x128 at 32, 256 tokens, torch.x)"
     )
-    assert answers._places(rows, SHIPPED).endswith("(32x128 at 1 to 256 tokens; 8x128 at 32, 256 tokens)")
-    many = pd.concat(rows.assign(num_kv_heads=rows["num_kv_heads"] * n) for n in (1, 100, 1000))
-    assert answers._places(many, SHIPPED).endswith("; and 3 more)")
+    assert answers._places(rows, SHIPPED).endswith("(8x128, 32x128 at 1 to 256 tokens; 1x128 at 32, 256 tokens)")
+    spellings = rows["a"].where(rows["num_kv_heads"] != 8, "torch.y")
+    assert answers._places(rows.assign(a=spellings), answers.BEST).endswith(
+        "(1x128 at 32, 256 tokens, torch.x; 8x128 at 1 to 256 tokens, torch.y; 32x128 at 1 to 256 tokens, torch.x)"
+    )
+
+
+def test_where_a_copy_mostly_wins_its_spellings_are_counted(gpu):
+    rows = gpu.speedups(answers.BEST, SHIPPED).query("layout == 'NHD'").assign(verdict="FASTER")
+    rows["a"] = ["torch.y"] * 5 + ["torch.x"] * 16
+    assert answers._places(rows, answers.BEST) == "NHD 21 of 21 (torch.x 16, torch.y 5)"
+    assert answers._places(rows, SHIPPED) == "NHD 21 of 21"
+    rows.iloc[:9, rows.columns.get_loc("verdict")] = "SAME"
+    assert answers._places(rows, answers.BEST) == "NHD 12 of 21 (torch.x 12)"
+    rows.iloc[:11, rows.columns.get_loc("verdict")] = "SAME"
+    assert answers._places(rows, answers.BEST).startswith("NHD 10 of 21 (8x128 at ")
 
 
 def test_verdict_table_counts_lost_cells_and_labels_the_2024_design(gpu):
@@ -214,6 +289,58 @@ def test_the_issues_table_is_the_kernel_that_vllm_ships_over_pytorchs(gpu, old):
         for regime, here in sizes(rows[rows["layout"] == "NHD"]).items():
             assert table.loc[("NHD", copy), regime].startswith(told(here["speedup"]))
     assert table.loc[("NHD", answers.PLAIN), "prefill"].split()[3] == "SLOWER"
+
+
+def test_by_width_the_shipped_kernel_is_held_against_the_fastest_pytorch_copy(gpu):
+    table = answers.width_table(gpu)
+    assert list(zip(table["layout"], table["KV heads"])) == [
+        ("packed", 8), ("packed", 32), ("NHD", 1), ("NHD", 8), ("NHD", 32), ("HND", 8),
+    ]  # fmt: skip
+    assert list(table.columns[2:]) == ["decode", "mixed", "prefill"]
+    fastest = ratios(gpu, PYTORCH, of=SHIPPED)
+    alone = pd.concat(gpu.speedups(SHIPPED, copy) for copy in PYTORCH).rename(columns={"b": "fastest"})
+    rows = fastest.merge(alone[[*PLACE, "fastest", "low", "high"]], on=[*PLACE, "fastest"], validate="1:1")
+    odd, ties = [], []
+    for told in table.to_dict("records"):
+        width = rows[(rows["layout"] == told["layout"]) & (rows["num_kv_heads"] == told["KV heads"])]
+        for regime, here in sizes(width).items():
+            ends = f"{mean(here['speedup']):.2f} [{mean(here['low']):.2f}, {mean(here['high']):.2f}] "
+            counts = here["fastest"].value_counts()
+            most = f"; {', '.join(counts[counts == counts.max()].index)}"
+            most += f" ({counts.max()} of {len(here)})" if len(counts) > 1 else ""
+            assert told[regime].startswith(ends) and told[regime].endswith(most)
+            verdict, *but = told[regime].removeprefix(ends).removesuffix(most).split(", but ")
+            if mean(here["low"]) > 1.021 or mean(here["high"]) < 1 / 1.021:
+                assert verdict == ("FASTER" if mean(here["speedup"]) > 1 else "SLOWER")
+            lost = (here["speedup"] > 1.02 if verdict == "SLOWER" else here["speedup"] < 1 / 1.02).sum()
+            other = "FASTER" if verdict == "SLOWER" else "SLOWER"
+            assert but == ([f"{lost} of {len(here)} {other}"] if lost else [])
+            odd, ties = odd + but, ties + [most] * (len(counts) > 1)
+    assert odd and ties, "the fixture holds what a mean hides, and two spellings"
+
+
+def test_two_spellings_that_are_fastest_equally_often_are_both_named(gpu):
+    rows = gpu.speedups(SHIPPED, answers.BEST).query("layout == 'NHD' and num_kv_heads == 8 and regime == 'decode'")
+    assert answers._with_spelling(rows.assign(b=["torch.x", "torch.y", "torch.z"])).endswith(
+        "; torch.x, torch.y, torch.z (1 of 3 each)"
+    )
+
+
+def test_by_width_only_the_usual_problem_counts(gpu):
+    few = gpu.samples[gpu.samples["copy"].isin([SHIPPED, "torch.index_put"])].reset_index(drop=True)
+    dear = few["seconds"].where(few["copy"] != SHIPPED, 5 * few["seconds"])
+    unusual = [{"head_size": 64, "value_head_size": 64}, {"head_size": 128, "value_head_size": 64}]
+    unusual += [{"dtype": "float16"}, {"source": "qkv"}, {"slots": "decode"}, {"block_size": 32}]
+    others = [few.assign(seconds=dear, **odd) for odd in (*unusual, {"cache_bytes": 64 << 30})]
+    usual = answers.width_table(answers.Run(few))
+    assert len(usual) == 6 and (usual == answers.width_table(answers.Run(pd.concat([few, *others])))).all(axis=None)
+
+
+def test_by_width_a_run_without_the_shipped_kernel_says_nothing_and_a_gap_is_said(gpu, old, cpu):
+    assert answers.width_table(old).empty and answers.width_table(cpu).empty
+    gap = (gpu.samples["num_kv_heads"] == 1) & (gpu.samples["num_tokens"] == 1024)
+    table = answers.width_table(answers.Run(gpu.samples[~gap].reset_index(drop=True)))
+    assert table.set_index(["layout", "KV heads"])["mixed"].eq("not measured").tolist() == [0, 0, 1, 0, 0, 0]
 
 
 def test_only_a_record_without_wheels_says_so(gpu, old, cpu):
@@ -487,6 +614,7 @@ def test_a_peer_that_beats_our_kernel_is_told_before_one_that_does_not(gpu):
     samples = gpu.samples[gpu.samples["copy"].isin(["kvnb", "kvnb.again", "flashinfer"])]
     slow, kvnb = samples["copy"] == "flashinfer", samples[samples["copy"] == "kvnb"]
     samples = samples.assign(seconds=samples["seconds"].where(~slow, 4 * samples["seconds"]))
+    samples.loc[slow, "copy_version"] = "23715aa3ec, flashinfer-python 0.7.4"
     faster = kvnb.assign(copy="sglang", family="peer", seconds=kvnb["seconds"] / 1.5)
     run = answers.Run(pd.concat([samples, faster], ignore_index=True))
     first, second = answers.peers(run).split(": ", 1)[1].split("; ")
@@ -494,7 +622,10 @@ def test_a_peer_that_beats_our_kernel_is_told_before_one_that_does_not(gpu):
     cells = len(run.speedups("sglang", "kvnb"))
     assert first.startswith(f"sglang is faster than kvnb in {cells} of {cells} cells, up to {most['speedup']:.2f} [")
     assert most["speedup"] == pytest.approx(1.5, rel=1e-3)
-    assert second == f"flashinfer is faster than kvnb in 0 of {len(run.against('flashinfer'))} cells."
+    lost = f"flashinfer is faster than kvnb in 0 of {len(run.against('flashinfer'))} cells"
+    assert second == f"{lost}. Installed: flashinfer-python 0.7.4."
+    unknown = answers.Run(samples.assign(copy_version="23715aa3ec"))
+    assert answers.peers(unknown).endswith(f": {lost}. Installed: the run does not say which.")
     table = answers.peers_table(run).set_index(["over", "problem"])
     assert table.loc[("sglang", "8x128 NHD"), "decode"].startswith("0.67 [0.67, 0.67] SLOWER")
     assert answers.peers(answers.Run(samples[samples["copy"].str.startswith("kvnb")])) == ""

@@ -170,13 +170,24 @@ def test_provenance_holds_the_files_digest(gpu, tmp_path):
 def test_the_summary_is_for_an_issue(gpu, padded):
     text = front.summary([gpu], [padded])
     assert text.startswith(f"# NVIDIA H200, torch 2.13.0, {gpu.first['utc'][:10]}")
-    certain = null_block.certainty(padded)
+    cost = f"{front.reserve(padded)} {null_block.certainty(padded)}"
     assert "kvnb 0123abc." in text.split("grid padding, run padding-run, ")[1]
-    for part in (answers.answer(gpu), f"{front.reserve(padded)} {certain}", answers.note([gpu])):
+    for part in (answers.answer(gpu), f"{answers.scope(gpu)} {answers.certainty(gpu)}", cost, answers.note([gpu])):
         assert part in text
     tables = re.findall(r"(?:^\|.+\n)+", text, re.MULTILINE)
     assert [table.rstrip("\n") for table in tables] == [table.markdown() for table in front.matrices(gpu)]
     assert "](" not in text, "a relative link leads nowhere in an issue"
+
+
+def test_what_is_told_names_timer_and_state_once_a_run_and_in_order(gpu, cpu, padded):
+    text = front.told([gpu], [padded])
+    assert text.split("\n\n")[1:3] == [answers.answer(gpu), f"{answers.scope(gpu)} {answers.certainty(gpu)}"]
+    assert all(text.count(name) == 1 for name in ("(timer graph)", "(timer eager)", "(state produced)"))
+    both = front.told([cpu, gpu], [])
+    assert both.count("(timer wall)") == both.count("(timer graph)") == 1 and both.count("(state produced)") == 2
+    assert f"\n\n{gpu.machine}, grid full: {answers.answer(gpu)}\n\n" in both
+    failed = answers.Run(gpu.samples.assign(status="error"))
+    assert front.told([failed], []).split("\n\n")[1:3] == [answers.answer(failed), answers.certainty(failed)]
 
 
 @pytest.mark.parametrize("commit, dirty, told", [

@@ -279,6 +279,7 @@ def test_a_report_without_any_run_says_so(site, notebook):
 def test_the_readme_speaks_for_the_record(site):
     text, run = pages.readme(), answers.load(site[1][1])
     assert text.startswith(f"### {run.title}") and answers.answer(run) in text and front.reserve(None) in text
+    assert f"{answers.scope(run)} {answers.certainty(run)}\n\n" in text and "(timer graph)" in text
     assert front.compact(run).markdown() in text and len(text) < 6000
     assert re.search(r"!\[.+\]\(reports/h200/latency\.png\)", text) and "(reports/h200/03_compare.ipynb)" in text
     paths.RECORDED.joinpath("h200", "2026-11-30_full_0123abc.parquet").unlink()

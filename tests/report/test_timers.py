@@ -20,9 +20,9 @@ def test_what_has_no_bound_is_not_said_to_hold():
 
 
 @pytest.mark.parametrize("apart, said", [
-    ([(0.01, 0.02), (0.01, 0.02)], "Yes: 2 of 2 claims hold wherever they are judged, in all 4 of 4 rows."),
-    ([(0.01, 0.2), (0.01, 0.02)], "No: 1 of 2 claims hold wherever they are judged, in all 3 of 4 rows."),
-    ([(0.01, 0.2), (0.01, 0.02), (0.01,)], "Mostly: 2 of 3 claims hold wherever they are judged, in all 4 of 5 rows."),
+    ([(0.01, 0.02), (0.01, 0.02)], "Yes: 2 of 2 claims hold in every row that is judged; 4 of 4 rows hold."),
+    ([(0.01, 0.2), (0.01, 0.02)], "No: 1 of 2 claims hold in every row that is judged; 3 of 4 rows hold."),
+    ([(0.01, 0.2), (0.01, 0.02), (0.01,)], "Mostly: 2 of 3 claims hold in every row that is judged; 4 of 5 rows hold."),
     ([], "Not known: nothing that has a bound was measured."),
 ])  # fmt: skip
 def test_the_answer_is_a_line_that_counts_claims_and_rows(apart, said):
