@@ -778,6 +778,16 @@ def op_and_cubin(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["release", "timer", "problem", *REGIMES]).fillna("not measured")
 
 
+def op_from_python(run: Run) -> pd.DataFrame:
+    """Where a run calls a release's op from Python (timers host and eager): its speedup over kvnb and the fastest
+    PyTorch copy, per line and regime."""
+    rows = []
+    for copy, timer, other in itertools.product(run.releases, ("host", "eager"), (OURS, BEST)):
+        first = {"release": copy, "timer": timer, "over": label(other)}
+        rows += _by_problem(run.speedups(copy, other, timer), first)
+    return pd.DataFrame(rows, columns=["release", "timer", "over", "problem", *REGIMES]).fillna("not measured")
+
+
 def peers_table(run: Run) -> pd.DataFrame:
     """The speedup of both our kernels over the op of each installed package that the run holds, per line and regime."""
     rows = []

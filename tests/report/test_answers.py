@@ -610,6 +610,19 @@ def test_op_and_cubin_of_a_release_are_compared(by_release, gpu):
     assert "not measured" in answers.agreement(gpu) and answers.op_and_cubin(gpu).empty
 
 
+def test_a_releases_op_is_compared_as_python_calls_it(by_release):
+    assert answers.op_from_python(by_release).empty
+    of = by_release.samples
+    graphs = of[(of["timer"] == "graph") & of["copy"].isin(["kvnb", "vllm==0.25.0"]) & (of["source"] == "contiguous")]
+    as_fast = 2 * graphs["seconds"].where(graphs["copy"] == "kvnb").groupby(graphs["num_tokens"]).transform("median")
+    called = graphs.assign(timer="eager", seconds=as_fast.where(graphs["copy"] != "kvnb", as_fast / 2))
+    table = answers.op_from_python(answers.Run(pd.concat([of, called], ignore_index=True)))
+    assert table[["release", "timer", "over", "problem"]].to_numpy().tolist() == [
+        ["vllm==0.25.0", "eager", "kvnb", "8x128 NHD"]
+    ]
+    assert table.loc[0, "decode"].startswith("0.50 [0.50, 0.50] SLOWER")
+
+
 def test_a_peer_that_beats_our_kernel_is_told_before_one_that_does_not(gpu):
     samples = gpu.samples[gpu.samples["copy"].isin(["kvnb", "kvnb.again", "flashinfer"])]
     slow, kvnb = samples["copy"] == "flashinfer", samples[samples["copy"] == "kvnb"]
