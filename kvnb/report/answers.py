@@ -657,11 +657,11 @@ def _call(panel: str, copy: str) -> dict:
 
 
 def release_table(run: Run) -> pd.DataFrame:
-    """Per problem and release: what of its wheel ran (its own op, or that op's machine code), registers, layout and
+    """Per problem and release: what of its wheel ran (its own op, or that op as a cubin), registers, layout and
     source of the call, and the time at each number of tokens."""
     cells, rows, everything = release_times(run), [], set(run.every_cell["copy"])
     for panel, copy in itertools.product((SAME, DEFAULT), run.releases):
-        ran_as = "op" if f"{copy}.cubin" in everything else "machine code"
+        ran_as = "op" if f"{copy}.cubin" in everything else "cubin"
         row = {"problem": panel.split(":")[0], "release": copy, "ran as": ran_as, "registers": registers(copy)}
         row |= {"called with": ", ".join(_call(panel, copy).values()).strip(", ")}
         line = rows_of(cells, {"panel": panel, "copy": copy}).sort_values("num_tokens")
