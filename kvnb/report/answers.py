@@ -662,7 +662,7 @@ def release_table(run: Run) -> pd.DataFrame:
     cells, rows, everything = release_times(run), [], set(run.every_cell["copy"])
     for panel, copy in itertools.product((SAME, DEFAULT), run.releases):
         ran_as = "op" if f"{copy}.cubin" in everything else "cubin"
-        row = {"problem": panel.split(":")[0], "release": copy, "ran as": ran_as, "registers": registers(copy)}
+        row = {"problem": panel.split(":")[0], "release": release(copy), "ran as": ran_as, "registers": registers(copy)}
         row |= {"called with": ", ".join(_call(panel, copy).values()).strip(", ")}
         line = rows_of(cells, {"panel": panel, "copy": copy}).sort_values("num_tokens")
         rows.append(row | {f"{cell.num_tokens:,}": duration(cell.seconds) for cell in line.itertuples()})
