@@ -469,7 +469,7 @@ CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
 
 // The next kernel launches late beside copies of 1/15 to 2/5 of a wave of threads. Let in first thing, copies of that size
 // that follow each other on data that L2 holds can fall into step, and then take 1.9 to 2.1 us each, whatever their size.
-// And late beside 13/20 to 17/20 of a wave, where its blocks would take the place of this kernel's last ones.
+// And late beside 13/20 to 17/20 of a wave, which is faster with inputs just produced. Why is not known of either.
 Launch launch_of(int64_t num_pairs, bool dependent) {
   if (!dependent) return Launch::kPlain;
   const double waves = static_cast<double>(num_pairs) / static_cast<double>(Capacity::of_gpu().threads);
