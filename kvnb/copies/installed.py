@@ -42,7 +42,7 @@ class Installed(Copy):
 
     @property
     def title(self) -> str:
-        return f"{super().title} ({_releases(self.distributions)})"
+        return self.title_in(self.version)
 
     def title_in(self, version: str) -> str:
         """`title`, of what was installed where a run file has this `version`, its copy_version."""

@@ -805,7 +805,7 @@ def peers(run: Run) -> str:
             most = "".join(f", up to {interval(row)} times ({cell_name(row)})" for _, row in won.tail(1).iterrows())
             told.append((won.empty, f"{peer} is faster than {ours} in {len(won)} of {count(len(rows), 'cell')}{most}"))
     told = "; ".join(text for _, text in sorted(told, key=lambda item: item[0]))
-    ran = [run.versions[peer].partition(", ")[2] for peer in PEERS if any(run.cells(copy=peer)["copy"])]
+    ran = [run.versions[peer].partition(", ")[2] for peer in PEERS if len(run.cells(copy=peer))]
     installed = ", ".join(filter(None, ran)) or "the run does not say which"
     return f"{run.about}: {told}. Installed: {installed}." if told else ""
 

@@ -368,6 +368,7 @@ def test_without_a_gpu_the_arch_has_to_be_named(monkeypatch):
 def test_a_wheel_that_will_not_do_is_refused(shipped, folder, tmp_path):
     for path, arch, told in (
         (wheel(tmp_path, shipped, name="torch"), "sm_90", "torch-0.99.1-.* is of torch, not of vllm"),
+        (wheel(tmp_path, shipped, version=""), "sm_90", "does not say its version: fetch it again"),
         (wheel(tmp_path, None, version="0.99.2"), "sm_90", "is for another platform: no library in it holds"),
         (wheel(tmp_path, shipped), "sm_75", r"has the kernel for sm_(80|90), sm_(80|90), not \(once\) for sm_75"),
     ):

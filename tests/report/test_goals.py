@@ -170,3 +170,12 @@ def test_the_command_prints_the_table_of_the_newest_records(found, gpu, by_relea
         assert line.split() == " ".join(map(str, row[1:])).split()
     refused = CliRunner().invoke(cli.app, ["goals", "--gpu", "h20"])
     assert (refused.exit_code, "did you mean h200?" in refused.output) == (2, True)
+
+
+def test_a_fourth_digit_says_why_a_goal_is_not_met(gpu):
+    found = goals.table([gpu]).head(3).assign(needed=0.98, measured=[0.9767, 0.98, 1.234], low=0.9721, high=1.2345)
+    assert goals.told(found)[["needed", "measured"]].to_numpy().tolist() == [
+        ["at least 0.98", "0.9767 [0.9721, 1.234]"],
+        ["at least 0.98", "0.98 [0.97, 1.23]"],
+        ["at least 0.98", "1.23 [0.97, 1.23]"],
+    ]
