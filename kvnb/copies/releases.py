@@ -198,7 +198,8 @@ def _library_in(wheel: Path) -> tuple[dict, str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         told = next((archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")), "")
-        told = dict(re.findall(r"^(Name|Version|Requires-Dist: torch\b)[ :=(]*([^\s:;)=(][^\s;)]*)", told, re.MULTILINE))
+        fields = r"^(Name|Version|Requires-Dist: torch\b)[ :=(]*([^\s:;)=(][^\s;)]*)"
+        told = dict(re.findall(fields, told, re.MULTILINE))
         if told.get("Name") != "vllm":
             raise ValueError(f"wheel: {wheel.name} is of {told.get('Name', 'nothing')}, not of vllm")
         if "Version" not in told:
