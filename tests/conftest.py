@@ -26,8 +26,10 @@ _skipped: set[str] = set()
 
 
 def pytest_configure():
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # begun in a shell's background; tests send it to children
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Begun in a shell's background or under nohup, children would ignore the signals that tests send them."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser):
