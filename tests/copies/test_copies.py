@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -103,9 +104,9 @@ def test_every_regime_is_compiled_anew(device, tmp_path, monkeypatch):
     before, graphs = Counter(counters["inductor"]), graphs_made()
     for tokens in (31, 36, 600, 5000):
         check(REGISTRY["torch.compile"], Case(tokens, 1, 24, cache_bytes=MIB), device)
-    served = {name for name in Counter(counters["inductor"]) - before if name.endswith("cache_hit")}
+    cached = {name for name in Counter(counters["inductor"]) - before if re.search("cache_(hit|miss)", name)}
     assert graphs_made() - graphs == 3
-    assert not served
+    assert not cached - {"async_compile_cache_miss"}  # a GPU kernel is new to a table that every compilation empties
     assert not [path for path in tmp_path.rglob("*") if path.name == "fxgraph" or path.suffix == ".best_config"]
 
 
