@@ -9,8 +9,8 @@
 //   pair_kernel      16-byte vectors, K and V heads of one size, with equal strides and at most 32 GiB apart, fewer than
 //                    2^31 slots. CompactPlan: rows, heads and blocks of powers of two; ApartPlan: and the source's heads
 //                    apart; DividedPlan: of any size, the source's heads in a row
-//   fast_kernel      as the last, K and V wherever they lie, one pair of vectors per thread; or four, where the copy is more
-//                    than the GPU holds threads and L2 holds it easily
+//   fast_kernel      as the last, K and V wherever they lie, one pair of vectors per thread; or two or four, where the copy
+//                    is more than the GPU holds threads and L2 holds it easily
 //   general_kernel   everything else, at 16, 8, 4, 2 or 1 bytes, as pointers, strides and rows allow
 //   dependent        programmatic dependent launch: the next kernel's launch overlaps this one; nothing is read before
 //                    griddepcontrol.wait, since a producer earlier in the stream may still be writing key, value or slots.
@@ -22,12 +22,12 @@
 // everything in one line. Other sizes need a second line; ptxas hoists some of it above the loads, which wait for it (in the
 // fast kernel), unless it is kept from that: see behind(). In the pair kernel nothing is bounded where pairs fill the last
 // block. And that one latency should be L2's: the slots are read again by every layer of a step, with more than L2 holds in
-// between, so they are loaded to stay there.
+// between, so they are loaded to stay there, unless they are many.
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
 // said, first the road's, then this file's at that time (it has become faster since):
-//   slots loaded as rows are (DRAM's latency) 128 tokens 1.91 us, 1.63; 1 head, 1,024 tokens 2.01 us, 1.61. What Inductor
-//                                             does, and why torch.compile was faster than this file was
+//   slots loaded as rows are (DRAM's latency) 128 tokens 1.91 us, 1.63; 1 head, 1,024 tokens 2.01 us, 1.61; 2,048 tokens
+//                                             3.86 us, 3.76. Many short rows, below, are another matter
 //   slots to stay in L2, four pairs a thread  4,096 tokens 7.3 us, 7.1
 //   two pairs of vectors per thread           slower at up to 2,048 tokens and from 8,192; 4,096 tokens 7.9 us, 7.1
 //   four pairs where the copy is larger than  4,608 tokens 10.2 us, 9.9; 16,384 tokens 36.4 us, 36.3; 1 head, 36,864
@@ -53,8 +53,8 @@
 //                                             at 2,048 tokens, but nothing keeps it there in every compiler
 //   launch_dependents first at every size     the same copy again and again, all of it in L2: 256 tokens 2.0 us, 1.0; late
 //                                             costs 1.16 us, 1.12 with inputs just produced, 640 tokens 1.58 us, 1.44
-//   launch_dependents first from 13/20 to     1,536 tokens 3.04 us, 2.67; the same copy again and again 2.38 us, 2.53
-//   17/20 of a wave
+//   launch_dependents first from 3/5 to       1,536 tokens 3.04 us, 2.67; the same copy again and again 2.38 us, 2.53; 1
+//   17/20 of a wave                           head, 10,240 tokens 2.87 us, 2.45
 //   launch_dependents late at every size      1,024 tokens 1.98 us, 1.88; 2,048 tokens 3.34 us, 3.20
 //   dependent, four pairs from one wave on    2,304 tokens 5.8 us, 4.0; from one and a half: 3,072 tokens 5.6 us, 5.0
 //   plain, four pairs from 15/16 of a wave    2,048 tokens 3.96 us, 3.77
@@ -72,6 +72,20 @@
 //   kept behind a load                        1,280 tokens 4.2 us, 3.6, since it takes more than 32 registers
 //   four pairs a thread with the second line  predicted: no difference. 4,096 tokens 5.0 us, 4.8
 //   kept behind a load
+//
+// Roads for many short rows, 1 head x 128 and NHD unless said, times as above, a prediction written down before each ran:
+//   slots to stay in L2, of many tokens too   predicted for 16,384 tokens: faster, by 0.15 us. 4.05 us, 3.82; 36,864 tokens
+//                                             10.3 us, 9.5; x 64, 32,768 tokens 4.7 us, 4.3; launched dependently, 16,384
+//                                             tokens 3.6 us, 3.1
+//   four pairs a thread                       predicted for 16,384 tokens: 3.9 us. 4.3 us, 3.8; 20,480 tokens 5.1 us, 4.6;
+//                                             launched dependently, 24,576 tokens 7.2 us, 4.8
+//   two pairs up to one wave                  predicted for 16,384 tokens: 4.0 us. 3.92 us, 3.82
+//   two pairs beyond one and a half waves     predicted for 28,672 tokens: 6.2 us. 7.6 us, 7.1
+//   two pairs in 32 registers, all resident   predicted for 28,672 tokens: 6.9 us. 7.4 us, 7.1; 20,480 tokens 5.4 us, 4.6
+//   up to two waves
+//   blocks of 64, 256 and 512 threads         predicted for 16,384 tokens: 4.3, 4.05 and 4.0 us. 4.03, 4.08 and 4.10 us, with
+//                                             slots to stay 4.05
+// Around a wave of threads, torch.compile is up to 3 % faster still: 2 heads, 8,448 tokens 3.75 us, 3.88.
 //
 // Roads for copies beyond L2. At 8 heads x 128 this file takes 36.1 us for 16,384 tokens, where limit.copy takes 33.9, and
 // 136.1 us for 65,536, where it takes 127.8: 93 to 94 %. Before these roads ran, not before the first ones above, a
@@ -355,13 +369,14 @@ __device__ __forceinline__ const DividedPlan& behind(const void* address, const 
   return (&plan)[zero];
 }
 
-template <typename Plan, typename Slot, bool kWholeBlocks, Launch kLaunch>
+template <typename Plan, typename Slot, bool kWholeBlocks, bool kSlotsStay, Launch kLaunch>
 __global__ void __launch_bounds__(kBlock<1, kLaunch>) pair_kernel(const __grid_constant__ Plan plan) {
   begin<kLaunch>();
   const uint32_t mine = blockIdx.x * kBlock<1, kLaunch> + threadIdx.x;
   const uint32_t last = last_pair(plan, gridDim.x * kBlock<1, kLaunch>);
   const auto [token, within] = place_of(plan, kWholeBlocks ? mine : min(mine, last));
-  const Slot stored = load_to_stay(static_cast<const Slot*>(plan.slots) + token);
+  const Slot* at = static_cast<const Slot*>(plan.slots) + token;
+  const Slot stored = kSlotsStay ? load_to_stay(at) : load(at);
   const uint4* key_from = plan.key_source + (uint64_t{token} * plan.token_stride + in_source(plan, within));
   const uint4* value_from = key_from + plan.value_source;
   const uint4 key = load(key_from);
@@ -467,25 +482,40 @@ CacheStrides cache_strides(const Rows& rows, int64_t block_size) {
   return {vectors(rows.slot_stride), vectors(rows.block_stride - block_size * rows.slot_stride), vectors(rows.head_stride)};
 }
 
+// Waves of threads that pairs make, one each.
+double waves_of(int64_t num_pairs) {
+  return static_cast<double>(num_pairs) / static_cast<double>(Capacity::of_gpu().threads);
+}
+
 // The next kernel launches late beside copies of 1/15 to 2/5 of a wave of threads. Let in first thing, copies of that size
 // that follow each other on data that L2 holds can fall into step, and then take 1.9 to 2.1 us each, whatever their size.
-// And late beside 13/20 to 17/20 of a wave, which is faster with inputs just produced. Why is not known of either.
+// And late beside 3/5 to 17/20 of a wave, which is faster with inputs just produced. Why is not known of either.
 Launch launch_of(int64_t num_pairs, bool dependent) {
   if (!dependent) return Launch::kPlain;
-  const double waves = static_cast<double>(num_pairs) / static_cast<double>(Capacity::of_gpu().threads);
-  const bool late = (waves > 1.0 / 15 && waves <= 0.4) || (waves > 0.65 && waves <= 0.85);
+  const double waves = waves_of(num_pairs);
+  const bool late = (waves > 1.0 / 15 && waves <= 0.4) || (waves > 0.6 && waves <= 0.85);
   return late ? Launch::kDependentLate : Launch::kDependent;
 }
 
-// Four pairs a thread: a copy that would take more than one wave of threads with one pair each (launched dependently, where
-// blocks of the next kernel take the places that are left, 23/16), that L2 holds, sources and rows, and whose neighbouring
-// threads still share a line of 128 bytes.
+// More than one pair a thread: a copy that would take more than one wave of threads with one each (launched dependently,
+// where blocks of the next kernel take the places that are left, 23/16 or 6/5), and that L2 holds easily, sources and rows.
+// As many pairs as leave neighbouring threads a line of 128 bytes to share: four, or two in short rows, as long as all
+// threads are resident at once, which have 40 registers then.
 template <Launch kLaunch>
-bool four_pairs_each(int64_t num_pairs, uint32_t pairs_per_token) {
-  const Capacity& gpu = Capacity::of_gpu();
-  return pairs_per_token % 4 == 0 && pairs_per_token >= 16 &&
-         num_pairs > (kLaunch == Launch::kPlain ? gpu.threads : gpu.threads / 16 * 23) &&
-         num_pairs * 64 <= gpu.l2_bytes / 16 * 9;
+int pairs_each(int64_t num_pairs, uint32_t pairs_per_token) {
+  constexpr bool kPlain = kLaunch == Launch::kPlain;
+  const double waves = waves_of(num_pairs);
+  if (num_pairs * 64 > Capacity::of_gpu().l2_bytes / 16 * 9) return 1;
+  if (pairs_per_token >= 32 && pairs_per_token % 4 == 0) return waves > (kPlain ? 1 : 23.0 / 16) ? 4 : 1;
+  const bool two = pairs_per_token >= 16 && pairs_per_token % 2 == 0 && waves > (kPlain ? 1 : 1.2) && waves <= 1.5;
+  return two ? 2 : 1;
+}
+
+// Slots are loaded to stay in L2, unless they are many and the copy is of 3/5 of a wave of threads to three: rows' own
+// loads are up to 12 % faster there. Why is not known.
+bool slots_stay(int64_t num_tokens, int64_t num_pairs) {
+  const double waves = waves_of(num_pairs);
+  return num_tokens < 8192 || waves <= 0.6 || waves > 3;
 }
 
 template <typename Slot, int kPairs, Launch kLaunch>
@@ -494,12 +524,16 @@ cudaError_t launch_fast(const FastPlan& plan, cudaStream_t stream) {
 }
 
 template <typename Slot, Launch kLaunch, typename Plan>
-cudaError_t launch_pairs(Plan plan, uint32_t num_pairs, cudaStream_t stream) {
+cudaError_t launch_pairs(Plan plan, int64_t num_tokens, uint32_t num_pairs, cudaStream_t stream) {
   constexpr uint32_t kThreadsEach = kBlock<1, kLaunch>;
   const uint32_t missing = (kThreadsEach - num_pairs % kThreadsEach) % kThreadsEach;
   if constexpr (std::is_base_of_v<CompactPlan, Plan>) plan.missing = missing;
-  auto* kernel = missing == 0 ? pair_kernel<Plan, Slot, true, kLaunch> : pair_kernel<Plan, Slot, false, kLaunch>;
-  return launch<kLaunch>(kernel, plan, num_pairs, kThreadsEach, stream);
+  auto kernel = [missing](auto stay) {
+    constexpr bool kStay = decltype(stay)::value;
+    return missing == 0 ? pair_kernel<Plan, Slot, true, kStay, kLaunch> : pair_kernel<Plan, Slot, false, kStay, kLaunch>;
+  };
+  return launch<kLaunch>(slots_stay(num_tokens, num_pairs) ? kernel(std::true_type()) : kernel(std::false_type()), plan,
+                         num_pairs, kThreadsEach, stream);
 }
 
 // The plan of a pair kernel that divides; nothing where K and V, which the fast kernel can serve, do not lie alike.
@@ -539,21 +573,22 @@ std::optional<CompactPlan> compact(const DividedPlan& plan, int64_t num_heads) {
 template <typename Slot, Launch kLaunch>
 std::optional<cudaError_t> launch_tuned(const Problem& problem, FastPlan plan, cudaStream_t stream) {
   const uint32_t num_pairs = plan.num_threads, pairs = plan.threads_per_token.divisor;
+  const int64_t tokens = problem.num_tokens;
   const auto divisions = divided(plan);
   const auto one_line = divisions ? compact(*divisions, problem.num_heads) : std::nullopt;
   if (!has_heads_in_a_row(problem.key) || !has_heads_in_a_row(problem.value)) {
     if (!one_line || problem.key.source_head_stride != problem.value.source_head_stride) return {};
     const ApartPlan apart = {*one_line, vectors(problem.key.source_head_stride)};
-    return launch_pairs<Slot, kLaunch>(apart, num_pairs, stream);
+    return launch_pairs<Slot, kLaunch>(apart, tokens, num_pairs, stream);
   }
-  if constexpr (kLaunch != Launch::kDependentLate)  // which has fewer
-    if (four_pairs_each<kLaunch>(num_pairs, pairs)) {
-      plan.num_threads /= 4;
-      plan.threads_per_token = Divisor(pairs / 4);
-      return launch_fast<Slot, 4, kLaunch>(plan, stream);
+  if constexpr (kLaunch != Launch::kDependentLate)  // which has fewer than a wave
+    if (const int each = pairs_each<kLaunch>(num_pairs, pairs); each > 1) {
+      plan.num_threads /= each;
+      plan.threads_per_token = Divisor(pairs / each);
+      return each == 4 ? launch_fast<Slot, 4, kLaunch>(plan, stream) : launch_fast<Slot, 2, kLaunch>(plan, stream);
     }
-  if (one_line) return launch_pairs<Slot, kLaunch>(*one_line, num_pairs, stream);
-  if (divisions) return launch_pairs<Slot, kLaunch>(*divisions, num_pairs, stream);
+  if (one_line) return launch_pairs<Slot, kLaunch>(*one_line, tokens, num_pairs, stream);
+  if (divisions) return launch_pairs<Slot, kLaunch>(*divisions, tokens, num_pairs, stream);
   return launch_fast<Slot, 1, kLaunch>(plan, stream);
 }
 

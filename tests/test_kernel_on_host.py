@@ -36,7 +36,7 @@ PLAIN = """
 template <typename T>
 T load(const T* from) { return *from; }
 template <typename T>
-T load_to_stay(const T* from) { return *from; }
+T load_to_stay(const T* from) { return stays = 1, *from; }
 template <typename T>
 void store_if(bool condition, T* to, const T& value) { if (condition) *to = value; }
 
@@ -140,7 +140,7 @@ def cases(draw) -> Case:
     )  # fmt: skip
 
 
-SHORTEST_OF_FOUR = Case(21, 1, 128, cache_bytes=1 << 20)  # rows of 16 vectors
+SHORTEST_OF_FOUR = Case(21, 2, 128, cache_bytes=1 << 20)  # rows of 32 vectors
 HEADS_APART = Case(21, 4, 64, cache_bytes=1 << 20, source="transposed")
 
 
@@ -159,7 +159,7 @@ def test_any_case_is_copied_bit_for_bit(library, case, slots_dtype, dependent):
     powers = all(n & (n - 1) == 0 for n in (case.num_kv_heads, case.head_size, case.block_size))
     for tokens, threads, plan, _ in library.launches:
         apart = case.source == "transposed" and case.num_kv_heads > 1 and tokens > 1
-        four = library.four and vectors >= 16 and vectors % 4 == 0 and not apart
+        four = library.four and vectors >= 32 and vectors % 4 == 0 and not apart
         each = 4 if four else 1
         assert tokens * vectors // each <= threads <= tokens * vectors // each + 255
         if apart:
@@ -211,18 +211,28 @@ def test_k_and_v_may_lie_differently(library, apart):
         (1, 18_023, True, "late", "general", 256),
         (16, 108_134, True, "late", "compact", 256),  # 2/5
         (16, 108_135, True, "dependent", "compact", 256),
-        (16, 175_718, True, "dependent", "compact", 256),  # 13/20
-        (16, 175_719, True, "late", "compact", 256),
+        (16, 162_201, True, "dependent", "compact", 256),  # 3/5
+        (16, 162_202, True, "late", "compact", 256),
         (16, 229_785, True, "late", "compact", 256),  # 17/20
         (16, 229_786, True, "dependent", "compact", 256),
         (256, 16_896, False, "plain", "compact", 128),  # one wave
-        (256, 16_897, False, "plain", "four", 128),
-        (256, 16_897, True, "dependent", "compact", 256),
-        (256, 24_288, True, "dependent", "compact", 256),  # 23/16
-        (256, 24_289, True, "dependent", "four", 128),
-        (256, 34_560, False, "plain", "four", 128),  # 9/16 of L2, sources and rows
-        (256, 34_561, False, "plain", "compact", 128),
-        (256, 34_561, True, "dependent", "compact", 256),
+        (256, 16_897, False, "plain", "two", 128),
+        (288, 15_019, False, "plain", "two", 128),
+        (256, 20_275, True, "dependent", "compact", 256),  # 6/5
+        (256, 20_276, True, "dependent", "two", 128),
+        (256, 25_344, True, "dependent", "two", 128),  # 3/2
+        (256, 25_345, True, "dependent", "compact", 256),
+        (256, 25_344, False, "plain", "two", 128),
+        (256, 25_345, False, "plain", "compact", 128),
+        (240, 18_023, False, "plain", "divided", 128),
+        (512, 8_448, False, "plain", "compact", 128),  # one wave
+        (512, 8_449, False, "plain", "four", 128),
+        (512, 12_144, True, "dependent", "compact", 256),  # 23/16
+        (512, 12_145, True, "dependent", "four", 128),
+        (512, 17_280, False, "plain", "four", 128),  # 9/16 of L2, sources and rows
+        (512, 17_281, False, "plain", "compact", 128),
+        (512, 17_281, True, "dependent", "compact", 256),
+        (544, 8_000, False, "plain", "two", 128),
     ],
 )
 def test_how_much_is_copied_decides_how(library, row, tokens, dependent, launch, kernel, block):
@@ -234,9 +244,36 @@ def test_how_much_is_copied_decides_how(library, row, tokens, dependent, launch,
     assert torch.equal(caches[:, :, 0].flip(1), fresh)
     assert last_launch(library) == LAUNCHES[launch]
     assert library.last_block() == block
-    working = tokens * max(row // 16, 1) // (4 if kernel == "four" else 1)
+    working = tokens * max(row // 16, 1) // {"four": 4, "two": 2}.get(kernel, 1)
     assert library.last_threads() == -(-working // block) * block
-    assert library.last_plan() == {"compact": LINE, "divided": DIVIDED, "general": GENERAL, "four": FAST}[kernel]
+    assert library.last_plan() == {"compact": LINE, "divided": DIVIDED, "general": GENERAL}.get(kernel, FAST)
+
+
+@pytest.mark.parametrize("library", [H200], indirect=True, ids=["as an H200"])
+@pytest.mark.parametrize(
+    ("row", "tokens", "stay"),
+    [
+        (512, 8_191, True),
+        (512, 8_192, False),
+        (272, 8_191, True),
+        (272, 9_542, False),
+        (256, 10_137, True),  # 3/5 of a wave
+        (256, 10_138, False),
+        (256, 16_897, False),  # two pairs a thread
+        (512, 12_672, False),  # four
+        (256, 50_688, False),  # three waves
+        (256, 50_689, True),
+    ],
+)
+def test_slots_stay_in_l2_unless_they_are_many(library, row, tokens, stay):
+    """And the copy is of 3/5 of a wave of threads to three; threads of several pairs never load them to stay."""
+    fresh = torch.randint(1, 256, (2, tokens, 1, row), dtype=torch.uint8)
+    caches = torch.zeros(2, tokens, 1, 1, row, dtype=torch.uint8)
+    slots = torch.arange(tokens)
+    problem = Problem(*map(rows_of, fresh, caches), slots.data_ptr(), True, tokens, 1, 1, tokens, 1)
+    assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(False), None) == 0
+    assert torch.equal(caches[:, :, 0], fresh)
+    assert library.last_stays() == stay
 
 
 GIB = 1 << 30

@@ -1,8 +1,8 @@
 // cuda_runtime.h: as much of CUDA as csrc/kvnb_copy.cu needs to run on the CPU, one thread after another.
 //
 // HOST_THREADS and HOST_L2 say what the GPU would hold; the functions at the end, of the last launch: its threads, those of
-// a block, the bytes of its parameters, whether it may overlap the launch before it, and what a thread asked of
-// griddepcontrol, in order.
+// a block, the bytes of its parameters, whether it may overlap the launch before it, whether slots were loaded to stay in
+// L2, and what a thread asked of griddepcontrol, in order.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 inline dim3 blockIdx, threadIdx, gridDim, blockDim;
-inline unsigned plan_bytes, overlaps;
+inline unsigned plan_bytes, overlaps, stays;
 inline std::string griddepcontrol;
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -56,7 +56,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 
 template <typename Plan>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Plan), const Plan& plan) {
-  gridDim = config->gridDim, blockDim = config->blockDim, plan_bytes = sizeof(Plan), overlaps = 0;
+  gridDim = config->gridDim, blockDim = config->blockDim, plan_bytes = sizeof(Plan), overlaps = 0, stays = 0;
   for (const cudaLaunchAttribute* one = config->attrs; one != config->attrs + config->numAttrs; ++one)
     if (one->id == cudaLaunchAttributeProgrammaticStreamSerialization)
       overlaps = one->val.programmaticStreamSerializationAllowed;
@@ -71,4 +71,5 @@ extern "C" unsigned last_threads() { return gridDim.x * blockDim.x; }
 extern "C" unsigned last_block() { return blockDim.x; }
 extern "C" unsigned last_plan() { return plan_bytes; }
 extern "C" unsigned last_overlaps() { return overlaps; }
+extern "C" unsigned last_stays() { return stays; }
 extern "C" const char* last_griddepcontrol() { return griddepcontrol.c_str(); }
