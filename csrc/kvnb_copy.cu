@@ -43,6 +43,9 @@
 //                                             142 us and more, 136
 //   ld.global.cg                              2,048 tokens 4.1 us, 3.9; 128 heads x 128, 32 tokens 2.5 us, 2.1
 //   ld.global.L1::no_allocate, ld.global.nc   2,048 tokens 5.9 and 6.3 us, 3.9; no difference where the sources are cold
+//   rows by ld.global.L1::evict_first, slots  2,048 tokens 5.8 us, 3.8, and 3.95 us, 3.8
+//   by L1::evict_last
+//   V loaded once K is stored                 2,048 tokens 4.2 us, 3.8; no difference beyond L2
 //   prefetch of 128 or 256 bytes              slower or equal
 //   st.global.cs, st.global.L1::no_allocate   faster in a chain of writes, 4,096 tokens 6.7 us, 7.2; slower when the rows
 //                                             are read back after each write, as attention does, 20.6 us, 19.2
@@ -72,6 +75,15 @@
 //   kept behind a load                        1,280 tokens 4.2 us, 3.6, since it takes more than 32 registers
 //   four pairs a thread with the second line  predicted: no difference. 4,096 tokens 5.0 us, 4.8
 //   kept behind a load
+//   slots to stay in L2, of more than 4/5 of  predicted: slower. 3,072 tokens 3.8 us, 3.6; 3 heads x 128, 5,632 tokens 4.1 us,
+//   a wave                                    3.8; blocks of 1,600 slots, 8 heads x 128, 2,048 tokens 4.0 us, 3.8; launched
+//                                             dependently 3.2 us, 3.0, and 3.5 us, 3.3
+//   slots loaded as rows are, of less         predicted: faster. 1,536 tokens 2.63 us, 2.53; 2,560 tokens 3.30 us, 3.26;
+//                                             launched dependently 2.0 us, 1.85, and 2.9 us, 3.0: that one is taken
+//   the slot loaded behind its rows           predicted: no difference. 2,048 tokens 2.93 us, 2.92
+//   blocks of 160 threads, two tokens each    predicted: no difference. 2,048 tokens 2.94 us, 2.92; 12 heads x 128, 1,400
+//                                             tokens 4.3 us, 4.0
+//   two or four pairs a thread from 1/2 wave  predicted: slower. 2,048 tokens 3.0 and 3.1 us, 2.9
 //
 // Roads for many short rows, 1 head x 128 and NHD unless said, times as above, a prediction written down before each ran:
 //   slots to stay in L2, of many tokens too   predicted for 16,384 tokens: faster, by 0.15 us. 4.05 us, 3.82; 36,864 tokens
@@ -99,6 +111,8 @@
 //   or evict_first)                           to 0.9 % slower: 65,536 tokens 136.5 us, 136.1
 //   stores that leave L2 last                 predicted: slower. 65,536 tokens 137.2 us, 136.1
 //   sources that leave L2 first               predicted: no difference. 16,384 tokens 37.0 us, 36.1
+//   vectors of 8 or 4 bytes                   predicted: no difference, and 1 % faster. 16,384 tokens 36.6 and 51 us, 36.4; 2
+//                                             heads, 65,536 tokens 36.6 and 51 us, 36.2, where torch.compile takes 35.8
 //   half the threads on a multiprocessor      predicted: 1 % slower. 16,384 tokens 36.2 us, 36.1; 65,536 tokens 139.1 us,
 //                                             136.1, and 157 us with a quarter of them
 // What is lost is that blocks are scattered. In slot order, all rows in one long block, 65,536 tokens take 128.7 us; whole
@@ -511,11 +525,15 @@ int pairs_each(int64_t num_pairs, uint32_t pairs_per_token) {
   return two ? 2 : 1;
 }
 
-// Slots are loaded to stay in L2, unless they are many and the copy is of 3/5 of a wave of threads to three: rows' own
-// loads are up to 12 % faster there. Why is not known.
+// Slots are loaded to stay in L2, unless the copy is of 3/5 of a wave of threads to three and they are many; where divisions
+// find the rows, half as many, any number from 4/5 of a wave on, and any number launched dependently. Rows' own loads are up
+// to 12 % faster there. Why is not known.
+template <Launch kLaunch, typename Plan>
 bool slots_stay(int64_t num_tokens, int64_t num_pairs) {
   const double waves = waves_of(num_pairs);
-  return num_tokens < 8192 || waves <= 0.6 || waves > 3;
+  if (waves <= 0.6 || waves > 3) return true;
+  if constexpr (std::is_same_v<Plan, DividedPlan>) return kLaunch == Launch::kPlain && waves <= 0.8 && num_tokens < 4096;
+  return num_tokens < 8192;
 }
 
 template <typename Slot, int kPairs, Launch kLaunch>
@@ -532,8 +550,8 @@ cudaError_t launch_pairs(Plan plan, int64_t num_tokens, uint32_t num_pairs, cuda
     constexpr bool kStay = decltype(stay)::value;
     return missing == 0 ? pair_kernel<Plan, Slot, true, kStay, kLaunch> : pair_kernel<Plan, Slot, false, kStay, kLaunch>;
   };
-  return launch<kLaunch>(slots_stay(num_tokens, num_pairs) ? kernel(std::true_type()) : kernel(std::false_type()), plan,
-                         num_pairs, kThreadsEach, stream);
+  const auto chosen = slots_stay<kLaunch, Plan>(num_tokens, num_pairs) ? kernel(std::true_type()) : kernel(std::false_type());
+  return launch<kLaunch>(chosen, plan, num_pairs, kThreadsEach, stream);
 }
 
 // The plan of a pair kernel that divides; nothing where K and V, which the fast kernel can serve, do not lie alike.

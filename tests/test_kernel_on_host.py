@@ -251,27 +251,39 @@ def test_how_much_is_copied_decides_how(library, row, tokens, dependent, launch,
 
 @pytest.mark.parametrize("library", [H200], indirect=True, ids=["as an H200"])
 @pytest.mark.parametrize(
-    ("row", "tokens", "stay"),
+    ("row", "tokens", "dependent", "stay"),
     [
-        (512, 8_191, True),
-        (512, 8_192, False),
-        (272, 8_191, True),
-        (272, 9_542, False),
-        (256, 10_137, True),  # 3/5 of a wave
-        (256, 10_138, False),
-        (256, 16_897, False),  # two pairs a thread
-        (512, 12_672, False),  # four
-        (256, 50_688, False),  # three waves
-        (256, 50_689, True),
+        (512, 8_191, False, True),
+        (512, 8_192, False, False),
+        (512, 8_191, True, True),
+        (512, 8_192, True, False),
+        (256, 10_137, False, True),  # 3/5 of a wave
+        (256, 10_138, False, False),
+        (256, 16_897, False, False),  # two pairs a thread
+        (512, 12_672, False, False),  # four
+        (256, 50_688, False, False),  # three waves
+        (256, 50_689, False, True),
+        (272, 9_541, False, True),  # rows found by divisions: 3/5 of a wave
+        (272, 9_542, False, False),
+        (1280, 2_703, False, True),  # 4/5
+        (1280, 2_704, False, False),
+        (640, 4_055, False, True),  # 3/5
+        (640, 4_056, False, True),
+        (640, 4_095, False, True),
+        (640, 4_096, False, False),
+        (1280, 2_027, True, True),  # 3/5
+        (1280, 2_028, True, False),
+        (240, 54_067, False, False),  # three waves
+        (240, 54_068, False, True),
     ],
 )
-def test_slots_stay_in_l2_unless_they_are_many(library, row, tokens, stay):
+def test_slots_stay_in_l2_unless_they_are_many(library, row, tokens, dependent, stay):
     """And the copy is of 3/5 of a wave of threads to three; threads of several pairs never load them to stay."""
     fresh = torch.randint(1, 256, (2, tokens, 1, row), dtype=torch.uint8)
     caches = torch.zeros(2, tokens, 1, 1, row, dtype=torch.uint8)
     slots = torch.arange(tokens)
     problem = Problem(*map(rows_of, fresh, caches), slots.data_ptr(), True, tokens, 1, 1, tokens, 1)
-    assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(False), None) == 0
+    assert library.kvnb_copy_cuda(ctypes.byref(problem), ctypes.c_bool(dependent), None) == 0
     assert torch.equal(caches[:, :, 0], fresh)
     assert library.last_stays() == stay
 
