@@ -178,22 +178,27 @@ def _compared(run: Run, a: str, b: str, above: bool) -> pd.DataFrame:
 
 def _evenness(goal: Goal, rows: pd.DataFrame) -> pd.DataFrame:
     """Per regime (and layout), mean shares of limit.copy: a layout's over the best other's, or `size` over its lowest
-    neighbour's: the next powers of two in heads at head size 128, or in head size."""
+    neighbour's: the next powers of two in heads at head size 128, or in head size. `low` and `high` are from the ends
+    of both intervals, further apart than those of their quotient would be."""
     if goal.value == "layouts":
         pairs = {one: [other for other in answers.LAYOUTS if other != one] for one in answers.LAYOUTS}
-        columns, index, hardest = "layout", ["regime"], "max"
+        columns, index, hardest = "layout", ["regime"], max
     else:
         along = 0 if goal.size[1] == 128 else 1
         sizes = sorted(set(rows[SIZE].itertuples(index=False, name=None)))
         sizes = [size for size in sizes if size[1 - along] == goal.size[1 - along] and size[along].bit_count() == 1]
         smaller, larger = ([size for size in sizes if size < goal.size], [size for size in sizes if size > goal.size])
         pairs = {goal.size: smaller[-1:] + larger[:1]}
-        columns, index, hardest = SIZE, ["layout", "regime"], "min"
-    shares, found = rows.pivot(index=[*index, "num_tokens"], columns=columns, values="value"), []
+        columns, index, hardest = SIZE, ["layout", "regime"], min
+    ends, found = ["value", "low", "high"], []
+    shares = [rows.pivot(index=[*index, "num_tokens"], columns=columns, values=end) for end in ends]
     for one, others in pairs.items():
-        if others and {one, *others} <= set(shares):
-            means = np.exp(np.log(shares[[one, *others]].dropna()).groupby(level=index).mean())
-            ratios = means[one] / getattr(means[others], hardest)(axis=1)
-            found += [(value, " ".join([one] * (columns == "layout") + np.atleast_1d(place).tolist()))
-                      for place, value in ratios.items()]  # fmt: skip
-    return pd.DataFrame(found, columns=["value", "name"]).assign(low=np.nan, high=np.nan)
+        if others and {one, *others} <= set(shares[0]):
+            means = [np.exp(np.log(share[[one, *others]].dropna()).groupby(level=index).mean()) for share in shares]
+            value, low, high = (mean.to_dict("index") for mean in means)
+            for place in value:
+                other = hardest(others, key=value[place].get)
+                over = zip((value, low, high), (value, high, low))
+                ratios = [mine[place][one] / theirs[place][other] for mine, theirs in over]
+                found.append([*ratios, " ".join([one] * (columns == "layout") + np.atleast_1d(place).tolist())])
+    return pd.DataFrame(found, columns=[*ends, "name"])

@@ -145,6 +145,7 @@ def test_an_odd_size_is_held_against_its_neighbours(slower):
     for name, lowest in (("8x80", 1.02), ("16x128", 1.0)):
         row = table.loc[f"{name} no worse than its neighbours"]
         assert row["measured"] == pytest.approx(lowest / slower, rel=0.01)
+        assert row["measured"] * 0.99 < row["low"] < row["measured"] < row["high"] < row["measured"] * 1.01
         assert row["met"] == ("yes" if slower == 1.0 else "no")
     assert table.loc["8x192 no worse than its neighbours", "met"] == "not measured"
 
