@@ -211,11 +211,12 @@ def assert_as_by_loop(ops: dict[str, Callable], problem: Problem, device: str) -
             assert not wrong, f"{name}: bytes {wrong[:20]} of storage {number} differ"
 
 
-def copy_generated(device: str, number: int, ops: dict[str, Callable] | None = None) -> int:
-    """Copy that many generated problems with every op of the device; returns how many were, each as it must be."""
+def copy_generated(device: str, number: int, ops: dict[str, Callable] | None = None, same: bool = False) -> int:
+    """Copy that many generated problems, the `same` every time or others, with every op of the device; returns how many
+    were, each as it must be."""
     ops, seen = ops or ops_on(device), Counter()
 
-    @settings(max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=number, deadline=None, derandomize=same, suppress_health_check=[HealthCheck.too_slow])
     @given(problem=problems())
     def each(problem):
         assert_as_by_loop(ops, problem, device)
@@ -231,7 +232,8 @@ def test_any_problem_is_copied_as_by_a_loop(device, record_property):
 
 
 def test_the_same_calls_reach_every_kernel(library):
-    """On the CPU, where the library says which it launched, by how long its plan is."""
+    """On the CPU, where the library says which it launched, by how long its plan is. How many of 200 random calls reach
+    one varies a lot."""
     plans, names = Counter(), dict.fromkeys((host.LINE, host.APART), "compact")
     names |= {host.DIVIDED: "divided", host.FAST: "fast", host.GENERAL: "general"}
 
@@ -244,7 +246,7 @@ def test_the_same_calls_reach_every_kernel(library):
         plans[names[library.last_plan()]] += 1
 
     number = 200
-    assert copy_generated("cpu", number, {"host": copy_on_host}) >= number
+    assert copy_generated("cpu", number, {"host": copy_on_host}, same=True) >= number
     assert len(plans) == 4 and min(plans.values()) >= number // 50, plans
 
 
