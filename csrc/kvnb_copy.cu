@@ -22,12 +22,12 @@
 // everything in one line. Other sizes need a second line; ptxas hoists some of it above the loads, which wait for it (in the
 // fast kernel), unless it is kept from that: see behind(). In the pair kernel nothing is bounded where pairs fill the last
 // block. And that one latency should be L2's: the slots are read again by every layer of a step, with more than L2 holds in
-// between, so they are loaded to stay there, unless they are many.
+// between, so they are loaded to stay there, but for some copies of about a wave of threads: see slots_stay().
 //
 // Roads not taken, each tried on an H200 in CUDA graphs, inputs just produced; times for 8 heads x 128 bf16 NHD unless
 // said, first the road's, then this file's at that time (it has become faster since):
 //   slots loaded as rows are (DRAM's latency) 128 tokens 1.91 us, 1.63; 1 head, 1,024 tokens 2.01 us, 1.61; 2,048 tokens
-//                                             3.86 us, 3.76. Many short rows, below, are another matter
+//                                             3.86 us, 3.76. Short rows and other sizes, below, differ
 //   slots to stay in L2, four pairs a thread  4,096 tokens 7.3 us, 7.1
 //   two pairs of vectors per thread           slower at up to 2,048 tokens and from 8,192; 4,096 tokens 7.9 us, 7.1
 //   four pairs where the copy is larger than  4,608 tokens 10.2 us, 9.9; 16,384 tokens 36.4 us, 36.3; 1 head, 36,864
